@@ -1,0 +1,171 @@
+"""Prometheus metrics of the edge in a registry of their own, and one log line per request.
+
+Not `ray.util.metrics`: its histograms estimate `_sum` and its gauges vanish. One registry belongs to one
+application object, so several can live in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from deployments.api.answer import UsageTally
+from deployments.api.errors import Outcome
+from engine.request import Event, TokenEvent
+
+_log = logging.getLogger("kvtide.api.access")
+
+GAUGES = {
+    "queue": "Requests waiting for admission.",
+    "running": "Sequences in the batch.",
+    "pages_used": "Pages of the decode pool that hold KV.",
+    "pages_total": "Pages of the decode pool.",
+    "tickets_open": "Transfer tickets not yet ended.",
+    "pages_owed": "Pages promised to transfers that have not ended.",
+}
+"""Gauges that replicas report, with their help; other names are passed on without help."""
+
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 180, 600)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
+
+
+class ReplicaGauges(Collector):
+    """Renders the last report: source to gauge to value. A source that is not reported is not shown."""
+
+    def __init__(self) -> None:
+        self.report: Mapping[str, Mapping[str, float]] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One family per gauge name, one sample per source."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for source, gauges in sorted(self.report.items()):
+            for name, value in sorted(gauges.items()):
+                clean = _NOT_IN_NAMES.sub("_", name)
+                if clean not in families:
+                    help_text = GAUGES.get(clean, "Reported by replicas.")
+                    families[clean] = GaugeMetricFamily(f"kvtide_{clean}", help_text, labels=["source"])
+                families[clean].add_metric([source], value)
+        yield from families.values()
+
+
+class ApiMetrics:
+    """All series of one application."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.registry = CollectorRegistry()
+        self.replicas = ReplicaGauges()
+        self.registry.register(self.replicas)
+        r = self.registry
+        self.requests = Counter(
+            "kvtide_requests", "Requests by how they ended.", ["endpoint", "outcome"], registry=r
+        )
+        self.in_flight = Gauge("kvtide_requests_in_flight", "HTTP requests being answered.", registry=r)
+        self.ttft = Histogram(
+            "kvtide_time_to_first_token_seconds", "Arrival to the first token.", registry=r, buckets=_TTFT_S
+        )
+        self.gap = Histogram(
+            "kvtide_inter_token_seconds",
+            "Time per token after a choice's first; tokens that arrive together share their gap.",
+            registry=r,
+            buckets=_GAP_S,
+        )
+        self.e2e = Histogram(
+            "kvtide_request_seconds",
+            "Arrival to the end of the answer.",
+            ["endpoint"],
+            registry=r,
+            buckets=_E2E_S,
+        )
+        self.prompt_tokens = Counter("kvtide_prompt_tokens", "Prompt tokens.", registry=r)
+        self.generated_tokens = Counter("kvtide_generated_tokens", "Generated tokens.", registry=r)
+        self.cached_tokens = Counter("kvtide_cached_tokens", "Prompt tokens whose KV was loaded.", registry=r)
+        self.kept_tokens = Counter("kvtide_kept_tokens", "Prompt tokens that selection kept.", registry=r)
+        self.shipped_bytes = Counter(
+            "kvtide_shipped_bytes", "Bytes pulled from prefill to decode.", registry=r
+        )
+        self.stats_failures = Counter(
+            "kvtide_stats_failures", "Scrapes without the replicas' gauges.", registry=r
+        )
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+
+class RequestMeter:
+    """Times and counts one HTTP request; `finish` is called exactly once."""
+
+    def __init__(self, metrics: ApiMetrics, endpoint: str, request_id: str) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._request_id = request_id
+        self._start = metrics.clock()
+        self._first_token_s: float | None = None
+        self._last: dict[tuple[int, int], float] = {}
+        self._usage = UsageTally()
+        self.answer_id: str | None = None
+        metrics.in_flight.inc()
+
+    def observe(self, prompt: int, events: list[Event]) -> None:
+        """One batch arrived from the backend."""
+        now = self._metrics.clock()
+        new: dict[int, int] = {}
+        for event in events:
+            self._usage.add(event)
+            if isinstance(event, TokenEvent):
+                new[event.choice] = new.get(event.choice, 0) + 1
+            else:
+                self._metrics.prompt_tokens.inc(event.prompt_tokens)
+                self._metrics.cached_tokens.inc(event.cached_tokens)
+                self._metrics.kept_tokens.inc(event.kept_tokens)
+                self._metrics.shipped_bytes.inc(event.shipped_bytes)
+        for choice, count in new.items():
+            self._metrics.generated_tokens.inc(count)
+            self._observe_tokens((prompt, choice), count, now)
+
+    def _observe_tokens(self, key: tuple[int, int], count: int, now: float) -> None:
+        if key not in self._last:
+            if key[1] == 0:  # one time to first token per prompt, not per choice
+                self._metrics.ttft.observe(now - self._start)
+            if self._first_token_s is None:
+                self._first_token_s = now - self._start
+            self._last[key] = now
+            return
+        gap = (now - self._last[key]) / count
+        for _ in range(count):
+            self._metrics.gap.observe(gap)
+        self._last[key] = now
+
+    def finish(self, outcome: Outcome) -> None:
+        """The request ended."""
+        took = self._metrics.clock() - self._start
+        self._metrics.in_flight.dec()
+        self._metrics.requests.labels(self._endpoint, outcome.value).inc()
+        self._metrics.e2e.labels(self._endpoint).observe(took)
+        usage = self._usage
+        record = {
+            "event": "request",
+            "request_id": self._request_id,
+            "answer_id": self.answer_id,
+            "endpoint": self._endpoint,
+            "outcome": outcome.value,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "kept_tokens": usage.kept_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "shipped_bytes": usage.shipped_bytes,
+            "recipe": usage.recipe_id,
+            "first_token_s": None if self._first_token_s is None else round(self._first_token_s, 6),
+            "total_s": round(took, 6),
+        }
+        _log.info("%s", json.dumps(record))

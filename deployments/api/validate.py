@@ -1,0 +1,239 @@
+"""Checked fields to a `Plan`: prompts become token ids, defaults are filled in, limits are checked.
+
+Blocking (tokenizer, chat template): callers run the two `plan_*` functions in a thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from deployments.api.card import ModelCard
+from deployments.api.errors import ModelNotFound
+from deployments.api.plan import Plan
+from deployments.api.prompts import chat_tokens, check_token_ids, completion_tokens, split_prompt
+from deployments.api.schemas import ChatRequest, CompletionRequest, Request
+from deployments.api.settings import ApiSettings
+from engine.errors import ContextOverflow, InvalidRequest
+from engine.request import GenerationRequest, SamplingParams
+from policies.recipe import Recipe, RecipeError, make_recipe
+
+DEFAULT_COMPLETION_TOKENS = 16
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What differs between the endpoints once the prompt is token ids."""
+
+    field: str
+    max_tokens: int | None
+    max_tokens_field: str
+    default_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+
+
+def plan_chat(card: ModelCard, settings: ApiSettings, request: ChatRequest) -> Plan:
+    """The plan of a chat. Raises `InvalidRequest` and its kinds."""
+    _check_shared(card, settings, request, prompts=1)
+    logprobs = _chat_logprobs(request)
+    max_tokens, max_field = _chat_max_tokens(request)
+    prompt = chat_tokens(card, request)
+    ask = _Ask("messages", max_tokens, max_field, None, logprobs)
+    answer_id = f"chatcmpl-{secrets.token_hex(16)}"
+    return Plan(
+        answer_id,
+        (_generation(card, settings, request, ask, prompt, answer_id),),
+        stream=bool(request.stream),
+        include_usage=_include_usage(request),
+        logprobs=logprobs,
+    )
+
+
+def plan_completion(card: ModelCard, settings: ApiSettings, request: CompletionRequest) -> Plan:
+    """The plan of a completions request; several prompts make several engine requests."""
+    prompts = split_prompt(request.prompt)
+    _check_shared(card, settings, request, prompts=len(prompts))
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest("best_of is supported only with the value of n.", "best_of")
+    tokens = [completion_tokens(card, prompt, field) for field, prompt in prompts]
+    answer_id = f"cmpl-{secrets.token_hex(16)}"
+    echo = bool(request.echo)
+    made: list[GenerationRequest] = []
+    for (field, _), ids in zip(prompts, tokens, strict=True):
+        ask = _Ask(
+            field,
+            request.max_tokens,
+            "max_tokens",
+            DEFAULT_COMPLETION_TOKENS,
+            request.logprobs,
+            request.logprobs if echo else None,
+        )
+        name = f"{answer_id}-{len(made)}"
+        made.append(_generation(card, settings, request, ask, ids, name))
+    return Plan(
+        answer_id,
+        tuple(made),
+        stream=bool(request.stream),
+        include_usage=_include_usage(request),
+        logprobs=request.logprobs,
+        echo=tuple(p if isinstance(p, str) else card.decode(p) for _, p in prompts) if echo else (),
+        prefix_tokens=len(card.prompt_prefix) if isinstance(prompts[0][1], str) else 0,
+    )
+
+
+def _check_shared(card: ModelCard, settings: ApiSettings, request: Request, prompts: int) -> None:
+    if request.model not in card.names:
+        raise ModelNotFound(
+            f"The model {request.model[:128]!r} does not exist; served: {_served(card)}.", "model"
+        )
+    n = request.n or 1
+    if n > settings.max_n:
+        raise InvalidRequest(f"n: {n} is too many; valid: from 1 to {settings.max_n}.", "n")
+    if n * prompts > settings.max_choices:
+        raise InvalidRequest(
+            f"prompt: {prompts} prompts with n {n} make {n * prompts} choices; "
+            f"valid: at most {settings.max_choices}.",
+            "prompt",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true.", "stream_options")
+    check_token_ids(card, request.stop_token_ids or [], "stop_token_ids")
+
+
+def _served(card: ModelCard) -> str:
+    return ", ".join(card.names)
+
+
+def _include_usage(request: Request) -> bool:
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs true.", "top_logprobs")
+        return None
+    return request.top_logprobs or 0
+
+
+def _chat_max_tokens(request: ChatRequest) -> tuple[int | None, str]:
+    new, old = request.max_completion_tokens, request.max_tokens
+    if new is not None and old is not None and new != old:
+        raise InvalidRequest(
+            f"max_completion_tokens {new} and max_tokens {old} differ; send one.", "max_completion_tokens"
+        )
+    return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
+
+
+def _fit_context(card: ModelCard, ask: _Ask, prompt_tokens: int) -> int:
+    """The choice's `max_tokens`, or `ContextOverflow` with both numbers."""
+    if prompt_tokens > card.max_prompt_tokens:
+        raise ContextOverflow(
+            f"The prompt has {prompt_tokens} tokens; at most {card.max_prompt_tokens} are accepted.",
+            ask.field,
+        )
+    context = card.context_length
+    room = context - prompt_tokens
+    if room < 1:
+        raise ContextOverflow(
+            f"This model's maximum context length is {context} tokens; the prompt has {prompt_tokens} "
+            "tokens, which leaves no room for an answer.",
+            ask.field,
+        )
+    if ask.max_tokens is None:
+        return room if ask.default_tokens is None else min(room, ask.default_tokens)
+    if ask.max_tokens > room:
+        raise ContextOverflow(
+            f"This model's maximum context length is {context} tokens; you requested "
+            f"{prompt_tokens + ask.max_tokens} tokens ({prompt_tokens} in the {ask.field}, {ask.max_tokens} "
+            f"in the completion). Valid {ask.max_tokens_field}: from 1 to {room}.",
+            ask.max_tokens_field,
+        )
+    return ask.max_tokens
+
+
+def _generation(
+    card: ModelCard,
+    settings: ApiSettings,
+    request: Request,
+    ask: _Ask,
+    prompt: tuple[int, ...],
+    request_id: str,
+) -> GenerationRequest:
+    max_tokens = _fit_context(card, ask, len(prompt))
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {min_tokens} is more than max_tokens; valid: from 0 to {max_tokens}.", "min_tokens"
+        )
+    return GenerationRequest(
+        request_id=request_id,
+        prompt=prompt,
+        sampling=_sampling(card, request, max_tokens, min_tokens, ask.logprobs),
+        recipe=_recipe(card, request.kv),
+        tenant=request.cache_salt,
+        prompt_logprobs=ask.prompt_logprobs,
+        deadline_s=settings.deadline_s,
+    )
+
+
+def _sampling(
+    card: ModelCard, request: Request, max_tokens: int, min_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    seed = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed % 2**_SEED_BITS
+    return SamplingParams(
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=min(max(0, request.top_k or 0), card.vocabulary),
+        min_p=_or(request.min_p, 0.0),
+        seed=seed,
+        n=request.n or 1,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(card, request.logit_bias or {}),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(card: ModelCard, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    made: dict[int, float] = {}
+    for key, bias in biases.items():
+        # Only ASCII digits, and not so many that int() would refuse them.
+        token = int(key) if key.isascii() and key.isdigit() and len(key) <= 18 else -1
+        if not 0 <= token < card.vocabulary:
+            raise InvalidRequest(
+                f'logit_bias: {key[:32]!a} is no token id; valid: from "0" to "{card.vocabulary - 1}".',
+                "logit_bias",
+            )
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(
+                f"logit_bias.{token}: {bias} is out of range; valid: from -100 to 100.", "logit_bias"
+            )
+        made[token] = bias
+    return tuple(sorted(made.items()))
+
+
+def _recipe(card: ModelCard, fields: dict[str, object] | None) -> Recipe:
+    """The request's recipe. Without a policy of its own it changes single fields of the server's default."""
+    if not fields:
+        return card.default_recipe
+    if fields.get("policy") is None:
+        fields = {**card.default_recipe.as_fields(), **{k: v for k, v in fields.items() if v is not None}}
+    try:
+        return make_recipe(**fields)
+    except RecipeError as error:
+        field = f"kv.{error.field[:64]}"
+        raise InvalidRequest(f"{field}: {error.problem[:200]}; valid: {error.valid}.", field) from None

@@ -1,0 +1,1 @@
+"""One accelerator's worth of serving: model, prefill, page pool, scheduler, sampler, snapshot. No Ray, no HTTP."""

@@ -1,0 +1,169 @@
+"""The one attention function that every model class calls, and the port through which it reaches our KV.
+
+`transformers` models compute queries, keys and values (RoPE and norms applied) for a flattened batch [1, H, T, D] and
+call the function registered under the name "kvtide". It hands them to the `AttentionPort` of the running step, which
+stores keys and values where that step keeps them (prefill workspace or decode pages) and returns the attention output.
+Softcap, sliding window and attention sinks arrive in the call and are honoured there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+ATTENTION_NAME = "kvtide"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer's attention needs beside q, k and v.
+
+    `window` counts visible keys, the query's own included (None: all). `softcap` 0 is off. `sinks` [Hq] are logits
+    that join the softmax denominator only (gpt-oss).
+    """
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float
+    sinks: Tensor | None
+
+
+class AttentionPort(Protocol):
+    """Where a running step stores keys and values and finds those of earlier tokens."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store key, value [Hk, T, D] of the step's T tokens and return attention of query [Hq, T, D] as [T, Hq, D]."""
+        ...
+
+
+def kvtide_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    kvtide: AttentionPort,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_ignored: object,
+) -> tuple[Tensor, None]:
+    """`AttentionInterface` entry: query [1, Hq, T, D], key and value [1, Hk, T, D] → ([1, T, Hq, D], no weights)."""
+    call = AttentionCall(int(module.layer_idx), scaling, sliding_window, softcap or 0.0, s_aux)  # type: ignore[arg-type]
+    return kvtide.attend(call, query[0], key[0], value[0]).unsqueeze(0), None
+
+
+def register_attention() -> None:
+    """Make "kvtide" known to transformers; calling it again is harmless.
+
+    No mask function is registered under that name, so transformers builds no mask at all for a flattened batch.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, kvtide_attention)
+
+
+def causal_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+    """Attention of the queries at positions start … start+T-1 over keys at positions 0 … start+T-1.
+
+    query [Hq, T, D]; key, value [Hk, start+T, D]; → [Hq, T, D]. Keys before `start` are visible to every query, so
+    they take one unmasked pass with the query group folded into rows; the diagonal takes torch's causal kernel; the two
+    are merged by log-sum-exp. That is as fast as one causal pass over the whole prompt (measured at 4K: 227-240 ms
+    against 233 ms per layer), for any chunk size.
+    """
+    stop = key.shape[1]
+    if call.softcap:
+        return _explicit_attention(call, query, key, value, start)
+    if call.window is not None and stop > call.window:
+        return _windowed_attention(call, query, key, value, start)
+    heads, length, dim = query.shape
+    kv_heads = key.shape[0]
+    group = heads // kv_heads
+    new_k = key[:, start:].repeat_interleave(group, 0) if group > 1 else key[:, start:]
+    new_v = value[:, start:].repeat_interleave(group, 0) if group > 1 else value[:, start:]
+    out, lse = _flash(query, new_k, new_v, call.scale, causal=True)
+    if start:
+        folded = query.reshape(kv_heads, group * length, dim)
+        past, past_lse = _flash(folded, key[:, :start], value[:, :start], call.scale, causal=False)
+        past, past_lse = past.reshape(heads, length, dim).float(), past_lse.reshape(heads, length)
+        share = torch.sigmoid(past_lse - lse).unsqueeze(-1)
+        out, lse = torch.lerp(out.float(), past, share), torch.logaddexp(lse, past_lse)
+    return _with_sinks(call, out, lse).to(query.dtype)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """torch's CPU flash attention over [H, T, D], with its log-sum-exp [H, T] (fp32)."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=scale
+    )
+    return out[0], lse[0].float()
+
+
+def _with_sinks(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
+    """Let the sink logits take their share of the softmax: out · exp(lse) / (exp(lse) + exp(sink))."""
+    if call.sinks is None:
+        return out
+    return out.float() * torch.sigmoid(lse - call.sinks.float().unsqueeze(-1)).unsqueeze(-1)
+
+
+def _windowed_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+    """Sliding-window layers: in query pieces, so that each reads its own window of keys and no more."""
+    assert call.window is not None
+    heads, length, dim = query.shape
+    kv_heads = key.shape[0]
+    group = heads // kv_heads
+    pieces = []
+    for begin in range(0, length, _QUERY_PIECE):
+        end = min(length, begin + _QUERY_PIECE)
+        low = max(0, start + begin - call.window + 1)
+        rows = torch.arange(start + begin, start + end, device=query.device).unsqueeze(1)
+        columns = torch.arange(low, start + end, device=query.device).unsqueeze(0)
+        visible = (columns <= rows) & (columns > rows - call.window)
+        folded = query[:, begin:end].reshape(kv_heads, group * (end - begin), dim)
+        bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        bias.masked_fill_(~visible, float("-inf"))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded.unsqueeze(0),
+            key[:, low : start + end].unsqueeze(0),
+            value[:, low : start + end].unsqueeze(0),
+            0.0,
+            False,
+            attn_mask=bias.repeat(group, 1)[None, None],
+            scale=call.scale,
+        )
+        shaped = out[0].reshape(heads, end - begin, dim)
+        pieces.append(_with_sinks(call, shaped, lse[0].float().reshape(heads, end - begin)).to(query.dtype))
+    return torch.cat(pieces, dim=1)
+
+
+def _explicit_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+    """Logits written out (softcap sits between the product and the softmax), in pieces that bound memory."""
+    heads, length, _ = query.shape
+    group = heads // key.shape[0]
+    out = torch.empty_like(query)
+    for begin in range(0, length, _QUERY_PIECE):
+        end = min(length, begin + _QUERY_PIECE)
+        low = 0 if call.window is None else max(0, start + begin - call.window + 1)
+        keys = key[:, low : start + end].repeat_interleave(group, 0)
+        values = value[:, low : start + end].repeat_interleave(group, 0)
+        logits = torch.matmul(query[:, begin:end], keys.transpose(1, 2)).float() * call.scale
+        logits = torch.tanh(logits / call.softcap) * call.softcap
+        rows = torch.arange(start + begin, start + end, device=query.device).unsqueeze(1)
+        columns = torch.arange(low, start + end, device=query.device).unsqueeze(0)
+        hidden = columns > rows
+        if call.window is not None:
+            hidden = hidden | (columns <= rows - call.window)
+        logits.masked_fill_(hidden, float("-inf"))
+        lse = torch.logsumexp(logits, -1)
+        weights = torch.exp(logits - lse.unsqueeze(-1)).to(query.dtype)
+        out[:, begin:end] = _with_sinks(call, torch.matmul(weights, values), lse).to(query.dtype)
+    return out
+
+
+_QUERY_PIECE = 256

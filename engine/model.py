@@ -1,0 +1,209 @@
+"""The model: `transformers` classes and weights, our attention, and what the rest of the engine must know of them.
+
+What a layer is (heads, head size, scale, window, softcap, sinks) is read from its own attention call in a two-token
+probe, not from configuration fields whose names differ between families. What cannot be served exactly is refused at
+load, by name (`engine/support.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
+from engine.errors import ModelUnavailable
+from engine.support import refuse_unsupported
+from kv_tiers.keys import Fingerprint
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# fp32 linear layers give a row the same bits whatever the other rows are only for row counts that are multiples of 8
+# (torch 2.13, oneDNN: 1-3 and 5-7 rows differ). A step of any batch is padded to such a count.
+ROW_QUANTUM = 8
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer's attention: `window` None sees everything; `softcap` 0 is off."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What pages, blocks, snapshots and schedulers need to know of a model."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    vocab_size: int
+    context_length: int
+    end_tokens: frozenset[int]
+    fingerprint: Fingerprint
+
+    @property
+    def max_kv_heads(self) -> int:
+        return max(layer.kv_heads for layer in self.layers)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of full K and V of one token over all layers and kv heads."""
+        return sum(2 * layer.kv_heads * layer.head_dim for layer in self.layers) * self.dtype.itemsize
+
+
+class Model:
+    """A loaded model and its spec. `forward` is the only way to run it."""
+
+    def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
+        self.network = network
+        self.spec = spec
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Sequence[int], positions: Sequence[int], port: AttentionPort, logits_at: Sequence[int]
+    ) -> Tensor:
+        """Run a flattened batch of tokens through all layers; → logits [len(logits_at), vocab] (model dtype).
+
+        Token t has position positions[t]; the port decides which tokens see which KV. Rows are padded to a multiple of
+        `ROW_QUANTUM`; the port sees the real ones only.
+        """
+        count = len(tokens)
+        padding = -count % ROW_QUANTUM
+        ids = torch.tensor([*tokens, *[0] * padding], dtype=torch.long).unsqueeze(0)
+        places = torch.tensor([*positions, *[0] * padding], dtype=torch.long).unsqueeze(0)
+        wanted = torch.tensor([*logits_at, *[0] * (-len(logits_at) % ROW_QUANTUM)], dtype=torch.long)
+        out = self.network(
+            input_ids=ids,
+            position_ids=places,
+            use_cache=False,
+            logits_to_keep=wanted,
+            kvtide=_PaddedPort(port, count) if padding else port,
+        )
+        return out.logits[0, : len(logits_at)]
+
+
+class _PaddedPort:
+    """Hides the padding rows of a step from its port."""
+
+    def __init__(self, port: AttentionPort, count: int) -> None:
+        self._port = port
+        self._count = count
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        n = self._count
+        out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+        out[:n] = self._port.attend(call, query[:, :n], key[:, :n], value[:, :n])
+        return out
+
+
+class _ProbePort:
+    """Records each layer's attention call and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerSpec] = {}
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.layers[call.layer] = LayerSpec(
+            query.shape[0], key.shape[0], query.shape[2], call.scale, call.window, call.softcap, call.sinks
+        )
+        return query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+
+
+def load_model(path: Path, dtype: str = "auto") -> Model:
+    """Load a local Hugging Face folder (see `engine/weights.py` for how it gets there).
+
+    `dtype` is "auto" (the checkpoint's own, float16 taken as bfloat16), "bfloat16" or "float32".
+    Errors: `UnsupportedModel` by name, `ModelUnavailable` when the folder cannot be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelUnavailable(f"no readable model configuration in {path}: {error}") from error
+    refuse_unsupported(config)
+    register_attention()
+    chosen = choose_dtype(dtype, config.dtype)
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
+    return wrap_model(network, end_tokens_of(network, path))
+
+
+def wrap_model(network: nn.Module, end_tokens: frozenset[int]) -> Model:
+    """Make a Model of a `transformers` causal LM whose attention implementation is ours; probes its layers."""
+    network = network.eval()
+    config = network.config
+    refuse_unsupported(config)
+    register_attention()
+    config._attn_implementation = ATTENTION_NAME
+    text = config.get_text_config()
+    probe = _ProbePort()
+    with torch.inference_mode():
+        network(
+            input_ids=torch.zeros(1, 2, dtype=torch.long),
+            position_ids=torch.arange(2).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=torch.tensor([0]),
+            kvtide=probe,
+        )
+    layers = tuple(probe.layers[index] for index in sorted(probe.layers))
+    assert len(layers) == text.num_hidden_layers, "a layer did not call our attention"
+    dtype = next(network.parameters()).dtype
+    spec = ModelSpec(
+        layers, dtype, text.vocab_size, text.max_position_embeddings, end_tokens, _fingerprint(network, dtype)
+    )
+    return Model(network, spec)
+
+
+def choose_dtype(asked: str, stored: torch.dtype | str | None) -> torch.dtype:
+    """The dtype to compute and keep KV in; ValueError names the choices."""
+    if asked == "auto":
+        return torch.float32 if stored in (torch.float32, "float32", None) else torch.bfloat16
+    if asked not in DTYPES:
+        raise ValueError(f"dtype {asked!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[asked]
+
+
+def end_tokens_of(network: nn.Module, path: Path) -> frozenset[int]:
+    """Every token that ends a text: generation config, model config and tokenizer agree less often than one hopes."""
+    found: set[int] = set()
+    for source in (network.generation_config, network.config):
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    special = path / "tokenizer_config.json"
+    if special.exists():
+        name = json.loads(special.read_text()).get("eos_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        tokens = json.loads((path / "tokenizer.json").read_text()) if (path / "tokenizer.json").exists() else {}
+        found.update(t["id"] for t in tokens.get("added_tokens", []) if t["content"] == name)
+    return frozenset(found)
+
+
+def _fingerprint(network: nn.Module, dtype: torch.dtype) -> Fingerprint:
+    """Identity of everything that decides the bytes of KV: configuration, weights, dtype, RoPE regime."""
+    config = network.config.to_dict()
+    rope = {key: value for key, value in config.items() if "rope" in key}
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation"):
+        config.pop(volatile, None)
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(network.named_parameters()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return Fingerprint.of(
+        config=json.dumps(config, sort_keys=True, default=str),
+        weights=digest.digest(),
+        dtype=str(dtype).removeprefix("torch."),
+        layout="block-v1",
+        rope=json.dumps(rope, sort_keys=True, default=str),
+        adapter=None,
+    )

@@ -1,0 +1,235 @@
+"""The page pool: every page belongs to one kv head of one layer and has one size in bytes.
+
+One free list serves all layers, heads, sequences and formats, so a ragged cache (per-layer, per-head, per-sequence
+lengths) costs exactly what it keeps, up to one partly filled page per head. Pages are reference-counted with
+copy-on-write. The bytes inside a page are `kernels/`' business; this file only counts. One thread owns a pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model import ModelSpec
+from kernels import ops
+from kernels.layout import PageLayout, min_page_bytes, page_layout
+
+_ALIGN = 64
+_NO_PAGE = -1
+
+
+class OutOfPages(Exception):
+    """Fewer free pages than asked for; nothing was changed. The scheduler preempts and tries again."""
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """Pages by state."""
+
+    total: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+
+def pool_page_bytes(spec: ModelSpec) -> int:
+    """Smallest page that holds a 16-token tile of every layer's head size."""
+    return max(min_page_bytes(layer.head_dim, spec.dtype) for layer in spec.layers)
+
+
+class PagePool:
+    """Pages, page tables and lengths of all sequences of one decode engine.
+
+    `tables` int32 [rows, L, Hk, P], `lengths` int32 [rows, L, Hk] (slots used), `starts` int32 [rows, L] (first visible
+    slot: windowed layers only). A row is one sequence. Layers with fewer kv heads than the widest leave the rest empty.
+    """
+
+    def __init__(self, spec: ModelSpec, pages: int, rows: int, max_tokens: int) -> None:
+        """`max_tokens`: slots that one head of one sequence can ever need (the context length)."""
+        self.spec = spec
+        self.page_bytes = pool_page_bytes(spec)
+        self.layouts: list[PageLayout] = [page_layout(s.head_dim, spec.dtype, self.page_bytes) for s in spec.layers]
+        self.slots = np.array([layout.slots for layout in self.layouts], np.int32)
+        self.memory = _aligned_bytes(pages, self.page_bytes)
+        widest = -(-max_tokens // int(self.slots.min()))
+        shape = (rows, len(spec.layers), spec.max_kv_heads)
+        self._tables = np.full((*shape, widest), _NO_PAGE, np.int32)
+        self._lengths = np.zeros(shape, np.int32)
+        self._starts = np.zeros(shape[:2], np.int32)
+        self.tables, self.lengths = torch.from_numpy(self._tables), torch.from_numpy(self._lengths)
+        self.starts = torch.from_numpy(self._starts)
+        self._refs = np.zeros(pages, np.int32)
+        self._free = np.arange(pages - 1, -1, -1, dtype=np.int32)
+        self._free_count = pages
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._forked: set[int] = set()
+        self._heads = np.array([layer.kv_heads for layer in spec.layers], np.int32)
+        self._head_mask = np.arange(spec.max_kv_heads)[None, :] < self._heads[:, None]
+        self._windows = np.array([layer.window or 0 for layer in spec.layers], np.int32)
+        self._windowed = np.flatnonzero(self._windows)
+
+    @property
+    def use(self) -> PoolUse:
+        return PoolUse(len(self._refs), len(self._refs) - self._free_count)
+
+    @property
+    def free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def pages_for(self, counts: NDArray[np.int32]) -> int:
+        """Pages that a new sequence with `counts` [L, Hk] slots needs."""
+        return int((-(-counts // self.slots[:, None]))[self._head_mask].sum())
+
+    def pages_at(self, counts: NDArray[np.int32], more: int) -> int:
+        """Pages of a sequence that starts with `counts` [L, Hk] and grows by `more` tokens; windowed layers stop growing."""
+        grown = counts + more
+        limit = np.where(self._windows > 0, self._windows + 2 * self.slots, np.iinfo(np.int32).max)
+        return self.pages_for(np.minimum(grown, limit[:, None]))
+
+    def open(self, counts: NDArray[np.int32]) -> int:
+        """A row with pages for `counts` [L, Hk] slots, lengths set, contents undefined. Raises `OutOfPages`."""
+        assert self._free_rows, "the scheduler admits no more sequences than there are rows"
+        needed = np.where(self._head_mask, -(-counts // self.slots[:, None]), 0)
+        pages = self._take(int(needed.sum()))
+        row = self._free_rows.pop()
+        places = np.arange(self._tables.shape[3])[None, None, :] < needed[:, :, None]
+        self._tables[row][places] = pages
+        self._lengths[row] = counts
+        self._starts[row] = 0
+        return row
+
+    def fork(self, row: int) -> int:
+        """A second row that shares every page of `row`; whoever appends to a shared page copies it first."""
+        assert self._free_rows, "the scheduler admits no more sequences than there are rows"
+        copy = self._free_rows.pop()
+        for array in (self._tables, self._lengths, self._starts):
+            array[copy] = array[row]
+        held = self._tables[row][self._tables[row] >= 0]
+        self._refs[held] += 1
+        self._forked.update((row, copy))
+        return copy
+
+    def close(self, row: int) -> None:
+        """Give a row and its pages back."""
+        assert row not in self._free_rows, f"row {row} closed twice"
+        self._release(self._tables[row][self._tables[row] >= 0])
+        self._tables[row] = _NO_PAGE
+        self._lengths[row] = 0
+        self._starts[row] = 0
+        self._forked.discard(row)
+        self._free_rows.append(row)
+
+    def reserve_slot(self, rows: NDArray[np.int64]) -> None:
+        """Make room for one more token in every head of `rows`: new pages at page ends, copies of shared last pages.
+
+        Raises `OutOfPages` with nothing changed. Lengths stay as they are until `advance`.
+        """
+        lengths = self._lengths[rows]
+        at_end = (lengths % self.slots[None, :, None] == 0) & self._head_mask[None]
+        # A page can already stand there when an earlier step reserved and was then not run.
+        index = lengths // self.slots[None, :, None]
+        current = np.take_along_axis(self._tables[rows], index[..., None].astype(np.int64), 3)[..., 0]
+        missing = np.argwhere(at_end & (current < 0))
+        shared = self._shared_last_pages(rows, current)
+        pages = self._take(len(missing) + len(shared))
+        for (b, layer, head), page in zip(shared, pages[len(missing) :], strict=True):
+            old = current[b, layer, head]
+            ops.copy_page(self.memory, int(old), int(page))
+            self._tables[rows[b], layer, head, index[b, layer, head]] = page
+            self._refs[old] -= 1
+        b, layer, head = missing.T
+        self._tables[rows[b], layer, head, index[b, layer, head]] = pages[: len(missing)]
+
+    def _shared_last_pages(self, rows: NDArray[np.int64], current: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+        """(batch index, layer, head) of pages about to be written that another row also holds, one owner left alone."""
+        if not self._forked.intersection(rows.tolist()):
+            return []
+        owners: dict[int, int] = {}
+        copies = []
+        for b, layer, head in np.argwhere((current >= 0) & (self._refs[current] > 1)).tolist():
+            page = int(current[b, layer, head])
+            left = owners.get(page, int(self._refs[page]))
+            if left > 1:
+                copies.append((b, layer, head))
+                left -= 1
+            owners[page] = left
+        return copies
+
+    def advance(self, rows: NDArray[np.int64]) -> None:
+        """Count the token just appended, and drop pages that fell out of a windowed layer's sight."""
+        self._lengths[rows] += self._head_mask[None].astype(np.int32)
+        if not len(self._windowed):
+            return
+        self.see_window(rows)
+
+    def see_window(self, rows: NDArray[np.int64]) -> None:
+        """Set `starts` of windowed layers for the next token, and free pages wholly before them."""
+        for layer in self._windowed.tolist():
+            # The next token lands at slot `length` and sees window-1 slots before it.
+            first = np.maximum(0, self._lengths[rows, layer, 0] - self._windows[layer] + 1)
+            self._starts[rows, layer] = first
+            for row, before in zip(rows.tolist(), (first // self.slots[layer]).tolist(), strict=True):
+                gone = self._tables[row, layer, :, :before]
+                held = gone[gone >= 0]
+                if len(held):
+                    self._release(held)
+                    gone[...] = _NO_PAGE
+
+    def pages(self, row: int, layer: int) -> Tensor:
+        """Page table int32 [Hk, P] of one layer of a row."""
+        return self.tables[row, layer, : self.spec.layers[layer].kv_heads]
+
+    def counts(self, row: int) -> NDArray[np.int32]:
+        """Slots used, int32 [L, Hk] (a copy)."""
+        return self._lengths[row].copy()
+
+    def first_slots(self, row: int) -> NDArray[np.int32]:
+        """First visible slot per layer, int32 [L] (a copy)."""
+        return self._starts[row].copy()
+
+    def check(self) -> None:
+        """Every page is free or counted as often as tables name it; lengths fit their pages. AssertionError otherwise."""
+        named = np.bincount(self._tables[self._tables >= 0], minlength=len(self._refs))
+        assert (named == self._refs).all(), "reference counts differ from the tables"
+        free = self._free[: self._free_count]
+        assert len(set(free.tolist())) == self._free_count, "a page is free twice"
+        assert (self._refs[free] == 0).all(), "a free page is referenced"
+        assert int((self._refs > 0).sum()) + self._free_count == len(self._refs), "a page is lost"
+        assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
+        for row in self._free_rows:
+            assert (self._tables[row] < 0).all() and not self._lengths[row].any(), f"free row {row} holds pages"
+        first = self._starts[:, :, None] // self.slots[None, :, None]
+        last = -(-self._lengths // self.slots[None, :, None])
+        place = np.arange(self._tables.shape[3])
+        inside = (place >= first[..., None]) & (place < last[..., None]) & self._head_mask[None, :, :, None]
+        assert (self._tables[inside] >= 0).all(), "a visible slot has no page"
+
+    def _take(self, count: int) -> NDArray[np.int32]:
+        if count > self._free_count:
+            raise OutOfPages(f"{count} pages asked for, {self._free_count} of {len(self._refs)} free")
+        self._free_count -= count
+        pages = self._free[self._free_count : self._free_count + count].copy()
+        self._refs[pages] = 1
+        return pages
+
+    def _release(self, pages: NDArray[np.int32]) -> None:
+        """Drop one reference to each page; those without one become free."""
+        self._refs[pages] -= 1
+        assert (self._refs[pages] >= 0).all(), "a page was freed twice"
+        empty = pages[self._refs[pages] == 0]
+        self._free[self._free_count : self._free_count + len(empty)] = empty
+        self._free_count += len(empty)
+
+
+def _aligned_bytes(pages: int, page_bytes: int) -> Tensor:
+    """uint8 [pages, page_bytes], 64-byte aligned; touched (and so committed) page by page as it is used."""
+    assert page_bytes % _ALIGN == 0
+    raw = torch.empty(pages * page_bytes + _ALIGN, dtype=torch.uint8)
+    shift = -raw.data_ptr() % _ALIGN
+    return raw[shift : shift + pages * page_bytes].view(pages, page_bytes)

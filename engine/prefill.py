@@ -1,0 +1,188 @@
+"""The prefill engine: prompts in, packed survivors and first tokens out.
+
+One thread calls `step`; `add` and `abort` may come from others. A step runs one flattened batch of chunks from several
+prompts (`schedule.plan_prefill`), so a short prompt never waits for a long one to end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.errors import ContextOverflow
+from engine.model import Model
+from engine.request import GenerationRequest, TokenLogprob
+from engine.sampler import Sampled, SampleRow, SamplingError, sample, token_logprob
+from engine.schedule import PrefillNeed, plan_prefill
+from engine.snapshot import SnapshotLayout, pack_prompt, prompt_meta
+from engine.survivors import LayerSurvivors, query_window, select_survivors
+from engine.workspace import PrefillPort, Workspace
+from policies import get_policy
+from policies.policy import Needs
+
+
+@dataclass
+class PrefillJob:
+    """One prompt on its way. `cached` leading tokens were loaded into the workspace before it was added."""
+
+    request: GenerationRequest
+    workspace: Workspace
+    cached: int = 0
+    order: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        return self.workspace.tokens - self.workspace.filled
+
+
+@dataclass(frozen=True)
+class PrefillDone:
+    """A finished prompt: first token of each choice, and survivors waiting in the workspace to be packed.
+
+    `select_s` is the time selection took, in seconds.
+    """
+
+    job: PrefillJob
+    first: tuple[Sampled | SamplingError, ...]
+    survivors: Sequence[LayerSurvivors]
+    layout: SnapshotLayout
+    select_s: float
+
+    def pack(self, buffer: Tensor) -> None:
+        """Write the snapshot into `buffer` (uint8 [layout.nbytes])."""
+        pack_prompt(self.layout, buffer, self.job.workspace, self.survivors)
+
+
+class PrefillEngine:
+    """Chunked prefill of several prompts at once, bounded by a token budget per step and by workspace bytes."""
+
+    def __init__(self, model: Model, *, chunk_tokens: int = 1024, workspace_bytes: int = 4 << 30) -> None:
+        """`chunk_tokens`: most tokens of one step; `workspace_bytes`: most full KV in memory at once (one prompt always fits)."""
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+        self.workspace_bytes = workspace_bytes
+        self._lock = threading.Lock()
+        self._running: list[PrefillJob] = []
+        self._orders = 0
+        self._aborted: set[str] = set()
+
+    def open_workspace(self, request: GenerationRequest) -> Workspace:
+        """Room for a prompt's full KV. Raises `ContextOverflow` naming both numbers."""
+        tokens, limit = len(request.prompt), self.model.spec.context_length
+        if tokens > limit:
+            raise ContextOverflow(f"prompt of {tokens} tokens does not fit the context of {limit} tokens", "prompt")
+        return Workspace(self.model.spec, tokens, query_window(request.recipe, tokens))
+
+    def must_compute(self, request: GenerationRequest) -> int:
+        """How many last prompt tokens are computed even if their KV is known: the last one, and what the scorer reads.
+
+        Cached tokens issue no queries and give no logits, so prompt log-probabilities and all-query scorers need all.
+        """
+        tokens = len(request.prompt)
+        policy = get_policy(request.recipe)
+        if request.prompt_logprobs is not None or (policy.needs is Needs.ALL_QUERIES and not policy.keeps_all(tokens)):
+            return tokens
+        return max(1, query_window(request.recipe, tokens))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a prompt of that length may start now without passing the workspace bound."""
+        with self._lock:
+            held = sum(job.workspace.nbytes for job in self._running)
+            return not self._running or held + tokens * self.model.spec.kv_bytes_per_token <= self.workspace_bytes
+
+    def add(self, job: PrefillJob) -> None:
+        """Take a job whose workspace holds `job.cached` tokens already (at most all but `must_compute`)."""
+        assert job.cached == job.workspace.filled <= job.workspace.tokens - self.must_compute(job.request)
+        with self._lock:
+            job.order = self._orders
+            self._orders += 1
+            self._running.append(job)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a job at the next step boundary; unknown ids are ignored (it may just have finished)."""
+        with self._lock:
+            self._aborted.update(job.request.request_id for job in self._running if job.request.request_id == request_id)
+
+    @property
+    def queued(self) -> int:
+        return len(self._running)
+
+    @property
+    def tokens_owed(self) -> int:
+        """Tokens still to compute: the load that a router weighs."""
+        return sum(job.remaining for job in list(self._running))
+
+    def step(self) -> list[PrefillDone]:
+        """Run one batch of chunks; → the prompts it finished. Returns at once when there is nothing to do."""
+        with self._lock:
+            self._running = [job for job in self._running if job.request.request_id not in self._aborted]
+            self._aborted.clear()
+            jobs = {job.order: job for job in self._running}
+        plan = plan_prefill([PrefillNeed(job.order, job.remaining) for job in jobs.values()], self.chunk_tokens)
+        if not plan:
+            return []
+        runs = [(jobs[order], count) for order, count in sorted(plan.items())]
+        logits = self._forward(runs)
+        finished = [job for job, _ in runs if job.remaining == 0]
+        with self._lock:
+            self._running = [job for job in self._running if job.remaining]
+        return [self._finish(job, row) for job, row in zip(finished, logits, strict=True)]
+
+    def _forward(self, runs: Sequence[tuple[PrefillJob, int]]) -> list[Tensor]:
+        """Compute the runs; → last-token logits [1, vocab] of each run that ends its prompt, in order."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for job, count in runs:
+            start = job.workspace.filled
+            every = job.request.prompt_logprobs is not None
+            last = start + count == job.workspace.tokens
+            first_wanted = len(tokens) if every else len(tokens) + count - (1 if last else 0)
+            tokens.extend(job.request.prompt[start : start + count])
+            positions.extend(range(start, start + count))
+            wanted.extend(range(first_wanted, len(tokens)))
+        port = PrefillPort([(job.workspace, job.workspace.filled, count) for job, count in runs])
+        logits = self.model.forward(tokens, positions, port, wanted)
+        ends, at = [], 0
+        for job, count in runs:
+            start = job.workspace.filled
+            job.workspace.filled = start + count
+            last = job.remaining == 0
+            rows = count if job.request.prompt_logprobs is not None else int(last)
+            own = logits[at : at + rows]
+            at += rows
+            if job.request.prompt_logprobs is not None:
+                self._note_prompt_logprobs(job, own, start)
+            if last:
+                ends.append(own[-1:])
+        return ends
+
+    def _note_prompt_logprobs(self, job: PrefillJob, logits: Tensor, start: int) -> None:
+        """Row i is the distribution of prompt token start+i+1; the first prompt token has none."""
+        prompt, top = job.request.prompt, job.request.prompt_logprobs or 0
+        if not job.prompt_logprobs:
+            job.prompt_logprobs.append(None)
+        following = prompt[start + 1 : start + 1 + len(logits)]
+        for row, token in zip(logits, following, strict=False):  # the prompt's last row predicts the first new token
+            job.prompt_logprobs.append(token_logprob(row.float().numpy(), token, top))
+
+    def _finish(self, job: PrefillJob, logits: Tensor) -> PrefillDone:
+        request, spec = job.request, self.model.spec
+        started = time.perf_counter()
+        survivors = select_survivors(job.workspace, request.recipe)
+        took = time.perf_counter() - started
+        layout = SnapshotLayout(spec, prompt_meta(spec, request.prompt, request.recipe.recipe_id, survivors))
+        rows = [SampleRow(request.sampling, choice, 0, request.prompt, ()) for choice in range(request.sampling.n)]
+        first = sample(logits.expand(len(rows), -1), rows, spec.end_tokens)
+        return PrefillDone(job, tuple(first), survivors, layout, took)
+
+
+def run_to_end(engine: PrefillEngine) -> Iterator[PrefillDone]:
+    """Step until nothing is left; for tests and the command line, where nothing arrives in between."""
+    while engine.queued:
+        yield from engine.step()

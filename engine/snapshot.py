@@ -1,0 +1,187 @@
+"""The one format for moving a sequence: shipping, preemption, drain and recovery all use it.
+
+A snapshot is one buffer: a fixed header, metadata (tokens, kept counts, positions where they are not a range), then
+the payload from a 64-byte boundary: layer-major, then kv head, K [n, D] then V [n, D] in the model's dtype. Slots and
+positions are different counters: decode goes on at position `next_position`, whatever the number of slots.
+Everything is little endian; a reader checks magic, version, fingerprint and lengths before it trusts a byte. The
+checksum over the whole buffer travels in the ticket.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model import ModelSpec
+from engine.survivors import LayerSurvivors
+from engine.workspace import Workspace
+
+_MAGIC = b"KVTS"
+_VERSION = 1
+# magic, version, fingerprint, prompt tokens (the selection point N), all tokens, layers, max kv heads, payload offset,
+# payload bytes, recipe id length, positions length (int32 entries)
+_HEADER = struct.Struct("<4sI32sQQIIQQII")
+_ALIGN = 64
+
+
+class SnapshotError(ValueError):
+    """The buffer is not a snapshot of this model; nothing of it was used."""
+
+
+@dataclass(frozen=True)
+class SnapshotMeta:
+    """What a snapshot says beside its payload.
+
+    `tokens` are prompt and generated ids, of which the first `prompt_tokens` were there when survivors were selected.
+    `counts` int32 [L, Hk]; `firsts` int64 [L]: the position of slot 0 where positions are a range, -1 where they are
+    listed in `positions`, one int32 array per (layer, head).
+    """
+
+    prompt_tokens: int
+    tokens: NDArray[np.uint32]
+    recipe_id: str
+    counts: NDArray[np.int32]
+    firsts: NDArray[np.int64]
+    positions: dict[tuple[int, int], NDArray[np.int32]]
+
+    @property
+    def kept_tokens(self) -> int:
+        return int(self.counts.max())
+
+
+class SnapshotLayout:
+    """Byte offsets of a snapshot, known before its payload exists."""
+
+    def __init__(self, spec: ModelSpec, meta: SnapshotMeta) -> None:
+        self.spec = spec
+        self.meta = meta
+        listed = sum(len(p) for p in meta.positions.values())
+        fixed = _HEADER.size + len(meta.recipe_id.encode()) + 4 * len(meta.tokens) + 8 * len(spec.layers)
+        self.listed = listed
+        self.payload_offset = -(-(fixed + 4 * meta.counts.size + 4 * listed) // _ALIGN) * _ALIGN
+        item = spec.dtype.itemsize
+        sizes = [
+            2 * int(meta.counts[layer, head]) * spec.layers[layer].head_dim * item
+            for layer in range(len(spec.layers))
+            for head in range(spec.layers[layer].kv_heads)
+        ]
+        self._offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        heads = [spec.layers[layer].kv_heads for layer in range(len(spec.layers))]
+        self._first_head = np.concatenate([[0], np.cumsum(heads)]).astype(np.int64)
+        self.payload_bytes = int(self._offsets[-1])
+        self.nbytes = self.payload_offset + self.payload_bytes
+
+    def head(self, buffer: Tensor, layer: int, head: int) -> tuple[Tensor, Tensor]:
+        """K and V [n, D] of one head: views into `buffer` (uint8 [nbytes])."""
+        index = int(self._first_head[layer]) + head
+        start = self.payload_offset + int(self._offsets[index])
+        stop = self.payload_offset + int(self._offsets[index + 1])
+        rows = buffer[start:stop].view(self.spec.dtype).view(2, -1, self.spec.layers[layer].head_dim)
+        return rows[0], rows[1]
+
+    def write_metadata(self, buffer: Tensor) -> None:
+        """Header and metadata into `buffer`; the payload is the caller's to fill through `head`."""
+        meta, spec = self.meta, self.spec
+        recipe = meta.recipe_id.encode()
+        header = _HEADER.pack(
+            _MAGIC, _VERSION, spec.fingerprint.digest, meta.prompt_tokens, len(meta.tokens), len(spec.layers),
+            meta.counts.shape[1], self.payload_offset, self.payload_bytes, len(recipe), self.listed,
+        )  # fmt: skip
+        listed = [meta.positions[key] for key in sorted(meta.positions)]
+        raw = b"".join(
+            [header, recipe, meta.tokens.astype("<u4").tobytes(), meta.firsts.astype("<i8").tobytes()]
+            + [meta.counts.astype("<i4").tobytes()]
+            + [p.astype("<i4").tobytes() for p in listed]
+        )
+        raw = raw.ljust(self.payload_offset, b"\0")
+        buffer[: self.payload_offset] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def parse_snapshot(spec: ModelSpec, buffer: Tensor) -> SnapshotLayout:
+    """Check a buffer (uint8 [nbytes]) and return its layout; payload views come from `SnapshotLayout.head`.
+
+    Raises `SnapshotError` for another version, another model, or lengths that do not add up.
+    """
+    if buffer.numel() < _HEADER.size:
+        raise SnapshotError(f"{buffer.numel()} bytes are too short for a snapshot header")
+    magic, version, fingerprint, prompt, total, layers, heads, offset, payload, recipe_len, listed = _HEADER.unpack(
+        buffer[: _HEADER.size].numpy().tobytes()
+    )
+    if magic != _MAGIC or version != _VERSION:
+        raise SnapshotError(f"not a version {_VERSION} snapshot")
+    if fingerprint != spec.fingerprint.digest:
+        raise SnapshotError("snapshot of another model, dtype or RoPE regime")
+    if layers != len(spec.layers) or heads != spec.max_kv_heads or prompt > total or not _HEADER.size <= offset:
+        raise SnapshotError("snapshot header contradicts the model")
+    if offset + payload != buffer.numel():
+        raise SnapshotError(f"snapshot of {offset + payload} bytes in a buffer of {buffer.numel()}")
+    raw = buffer[_HEADER.size : offset].numpy().tobytes()
+    needed = recipe_len + 4 * total + 8 * layers + 4 * layers * heads + 4 * listed
+    if len(raw) < needed:
+        raise SnapshotError("snapshot metadata is cut short")
+    recipe, raw = raw[:recipe_len].decode("utf-8", "replace"), raw[recipe_len:]
+    tokens, raw = np.frombuffer(raw, "<u4", total).astype(np.uint32), raw[4 * total :]
+    firsts, raw = np.frombuffer(raw, "<i8", layers).astype(np.int64), raw[8 * layers :]
+    size = layers * heads
+    counts, raw = np.frombuffer(raw, "<i4", size).astype(np.int32).reshape(layers, heads), raw[4 * size :]
+    flat = np.frombuffer(raw, "<i4", listed).astype(np.int32)
+    positions = _split_positions(spec, counts, firsts, flat)
+    layout = SnapshotLayout(spec, SnapshotMeta(prompt, tokens, recipe, counts, firsts, positions))
+    if (counts < 0).any() or layout.payload_offset != offset or layout.payload_bytes != payload:
+        raise SnapshotError("snapshot lengths do not add up")
+    return layout
+
+
+def _split_positions(
+    spec: ModelSpec, counts: NDArray[np.int32], firsts: NDArray[np.int64], flat: NDArray[np.int32]
+) -> dict[tuple[int, int], NDArray[np.int32]]:
+    positions, at = {}, 0
+    for layer in np.flatnonzero(firsts < 0).tolist():
+        for head in range(spec.layers[layer].kv_heads):
+            count = int(counts[layer, head])
+            positions[layer, head] = flat[at : at + count]
+            at += count
+    if at != len(flat):
+        raise SnapshotError("snapshot positions do not match its counts")
+    return positions
+
+
+def prompt_meta(
+    spec: ModelSpec, prompt: Sequence[int], recipe_id: str, survivors: Sequence[LayerSurvivors]
+) -> SnapshotMeta:
+    """Metadata of a prompt's snapshot straight after selection."""
+    counts = np.zeros((len(spec.layers), spec.max_kv_heads), np.int32)
+    firsts = np.full(len(spec.layers), -1, np.int64)
+    positions: dict[tuple[int, int], NDArray[np.int32]] = {}
+    for index, layer in enumerate(survivors):
+        for head in range(layer.kv_heads):
+            counts[index, head] = layer.count(head)
+        if layer.positions is None:
+            firsts[index] = layer.first
+        else:
+            positions.update({(index, head): rows.numpy() for head, rows in enumerate(layer.positions)})
+    return SnapshotMeta(len(prompt), np.asarray(prompt, np.uint32), recipe_id, counts, firsts, positions)
+
+
+def pack_prompt(
+    layout: SnapshotLayout, buffer: Tensor, workspace: Workspace, survivors: Sequence[LayerSurvivors]
+) -> None:
+    """Fill `buffer` (uint8 [layout.nbytes]) with a prompt's survivors, in ascending position."""
+    layout.write_metadata(buffer)
+    for index, layer in enumerate(survivors):
+        for head in range(layer.kv_heads):
+            k, v = layout.head(buffer, index, head)
+            keys, values = workspace.keys[index][head], workspace.values[index][head]
+            if layer.positions is None:
+                k.copy_(keys[layer.first :])
+                v.copy_(values[layer.first :])
+            else:
+                rows = layer.positions[head]
+                torch.index_select(keys, 0, rows, out=k)
+                torch.index_select(values, 0, rows, out=v)

@@ -1,0 +1,66 @@
+"""Which models are refused at load, by name, until what they need is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Factors of these RoPE variants are chosen from the largest position of the whole flattened batch, so a request's KV
+# would depend on its neighbours.
+_BATCH_DEPENDENT_ROPE = {"longrope", "dynamic"}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Raise `UnsupportedModel` naming what this model needs and kvtide does not have; return if it can be served."""
+    text = config.get_text_config()
+    name = f"{config.model_type} ({', '.join(config.architectures or ['no architecture named'])})"
+    for found, what in (
+        (config.is_encoder_decoder, "cross-attention of an encoder-decoder"),
+        (getattr(text, "kv_lora_rank", None) is not None, "multi-head latent attention (kv_lora_rank)"),
+        (_other_layers(text), f"layers other than softmax attention ({', '.join(sorted(_other_layers(text)))})"),
+        (_recurrent(text), "recurrent (state space) layers"),
+        (_rope_types(text) & _BATCH_DEPENDENT_ROPE, f"RoPE scaling {', '.join(sorted(_rope_types(text)))}"),
+        (_has_key(_rope_parameters(text), "mrope_section"), "multimodal RoPE (mrope_section)"),
+        (getattr(text, "num_kv_shared_layers", 0), "KV shared between layers (num_kv_shared_layers)"),
+        (getattr(text, "attention_chunk_size", None), "chunked attention (attention_chunk_size)"),
+        (getattr(text, "use_bidirectional_attention", None), "bidirectional attention"),
+        (getattr(text, "alibi", False), "ALiBi position bias"),
+    ):
+        if found:
+            raise UnsupportedModel(f"model {name} needs {what}, which kvtide does not serve yet")
+
+
+def _other_layers(config: PretrainedConfig) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+
+
+def _recurrent(config: PretrainedConfig) -> bool:
+    return any(getattr(config, key, None) for key in ("mamba_d_state", "ssm_cfg", "state_size", "attn_layer_period"))
+
+
+def _rope_parameters(config: PretrainedConfig) -> dict[str, object]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _rope_types(config: PretrainedConfig) -> set[str]:
+    """All rope_type values, also where each layer type has its own parameters (Gemma 3)."""
+    found: set[str] = set()
+
+    def walk(value: object) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if key in ("rope_type", "type") and isinstance(inner, str):
+                    found.add(inner)
+                walk(inner)
+
+    walk(_rope_parameters(config))
+    return found
+
+
+def _has_key(value: object, key: str) -> bool:
+    return isinstance(value, dict) and (key in value or any(_has_key(inner, key) for inner in value.values()))

@@ -1,0 +1,68 @@
+"""Prefill workspace: the full KV of one prompt, contiguous, while it is computed, scored and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionCall, causal_attention
+from engine.model import ModelSpec
+
+
+class Workspace:
+    """Keys and values [Hk, N, D] per layer, and the last `window` post-RoPE queries [Hq, W, D] where a scorer asked.
+
+    Owned by one prefill job; released when both the ticket and the spill that read it are done (by dropping it).
+    `filled` counts leading tokens whose KV is complete in every layer.
+    """
+
+    def __init__(self, spec: ModelSpec, tokens: int, query_window: int) -> None:
+        self.spec = spec
+        self.tokens = tokens
+        self.query_window = min(query_window, tokens)
+        self.filled = 0
+        self.keys = [torch.empty(s.kv_heads, tokens, s.head_dim, dtype=spec.dtype) for s in spec.layers]
+        self.values = [torch.empty_like(k) for k in self.keys]
+        self.queries: list[Tensor | None] = [
+            torch.empty(s.query_heads, self.query_window, s.head_dim, dtype=spec.dtype)
+            if self.query_window and s.window is None
+            else None
+            for s in spec.layers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.kv_bytes_per_token * self.tokens
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        """Store T tokens from position `start` and return their attention over 0 … start+T-1, [Hq, T, D]."""
+        stop = start + key.shape[1]
+        keys, values = self.keys[call.layer], self.values[call.layer]
+        keys[:, start:stop].copy_(key)
+        values[:, start:stop].copy_(value)
+        kept = self.queries[call.layer]
+        first = self.tokens - self.query_window
+        if kept is not None and stop > first:
+            begin = max(start, first)
+            kept[:, begin - first : stop - first].copy_(query[:, begin - start :])
+        return causal_attention(call, query, keys[:, :stop], values[:, :stop], start)
+
+
+class PrefillPort:
+    """Attention port of one prefill step: consecutive runs of the flattened batch belong to different workspaces."""
+
+    def __init__(self, runs: Sequence[tuple[Workspace, int, int]]) -> None:
+        """`runs`: (workspace, first position, token count) in the order of the flattened batch."""
+        self._runs = runs
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        offset = 0
+        for workspace, start, count in self._runs:
+            cut = slice(offset, offset + count)
+            piece = workspace.attend(call, query[:, cut].contiguous(), key[:, cut], value[:, cut], start)
+            out[cut] = piece.transpose(0, 1)
+            offset += count
+        return out

@@ -1,0 +1,56 @@
+"""Cheap checks of shapes, strides and dtypes that every implementation runs before it touches memory.
+
+Callers are our own engine, so a violation is our mistake: an AssertionError, never a corrupted page.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.layout import PageLayout
+
+
+def check_pool(pool: torch.Tensor, layout: PageLayout) -> None:
+    """The pool is a row-contiguous CPU byte matrix [num_pages, page_bytes]."""
+    assert pool.dtype is torch.uint8 and pool.is_cpu, "pool must be a uint8 tensor on the CPU"
+    assert pool.dim() == 2 and pool.shape[1] == layout.page_bytes, f"pool is {tuple(pool.shape)}, want {layout}"
+    assert pool.is_contiguous(), "pool rows must be contiguous"
+
+
+def check_tables(tables: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
+    """tables int32[S,Hk,P] and lengths int32[S,Hk] (last dim contiguous), rows int32[batch]."""
+    assert tables.dtype is torch.int32 and lengths.dtype is torch.int32 and rows.dtype is torch.int32
+    assert tables.dim() == 3 and tables.stride(2) == 1, "tables must be [S,Hk,P] with contiguous pages"
+    assert lengths.shape == tables.shape[:2] and lengths.stride(1) == 1, "lengths must be [S,Hk]"
+    assert rows.shape == (batch,) and rows.is_contiguous(), "rows must be [B]"
+
+
+def check_decode(
+    q: torch.Tensor,
+    layout: PageLayout,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    """q [B,Hq,D] in the layout's dtype, whole groups of query heads, starts int32[S], sinks f32[Hq]."""
+    assert q.dtype is layout.dtype and q.is_cpu, f"q is {q.dtype}, pages hold {layout.dtype}"
+    _, heads, dim = q.shape
+    assert dim == layout.head_dim and q.stride(2) == 1, f"q has head size {dim}, pages hold {layout.head_dim}"
+    assert heads % tables.shape[1] == 0, f"{heads} query heads do not divide over {tables.shape[1]} kv heads"
+    assert starts.dtype is torch.int32 and starts.shape == tables.shape[:1], "starts must be int32[S]"
+    if sinks is not None:
+        assert sinks.dtype is torch.float32 and sinks.shape == (heads,) and sinks.is_contiguous()
+
+
+def check_vectors(k: torch.Tensor, v: torch.Tensor, layout: PageLayout, lead: tuple[int, ...]) -> None:
+    """k and v [*lead, D] in the layout's dtype, each vector contiguous."""
+    shape = (*lead, layout.head_dim)
+    assert k.shape == shape and v.shape == shape, f"k {tuple(k.shape)} and v {tuple(v.shape)} must be {shape}"
+    assert k.dtype is layout.dtype and v.dtype is layout.dtype, f"k, v must be {layout.dtype}"
+    assert k.stride(-1) == 1 and v.stride(-1) == 1, "k and v rows must be contiguous"
+
+
+def check_span(tables: torch.Tensor, layout: PageLayout, start: int, stop: int) -> None:
+    """Slots [start, stop) lie inside page lists int32[Hk,P]."""
+    assert tables.dtype is torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
+    assert 0 <= start <= stop <= tables.shape[1] * layout.slots, f"slots [{start}, {stop}) leave the page list"

@@ -1,0 +1,147 @@
+"""The page operations for machines without a C++ compiler: plain torch, an order of magnitude above the reference.
+
+Pages are gathered into dense rows and the query heads of a group share one matrix product. Sequences are computed
+one by one, so that a result never depends on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import check_decode, check_pool, check_span, check_tables, check_vectors
+from kernels.layout import TILE, PageLayout
+from kernels.reference import copy_page, gather, gather_heads, read_pages
+
+__all__ = [
+    "append",
+    "copy_page",
+    "gather",
+    "gather_heads",
+    "paged_decode_attention",
+    "scatter",
+    "scatter_heads",
+]
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layout: PageLayout,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.reference.paged_decode_attention`. Products in q's dtype, softmax in fp32."""
+    check_pool(pool, layout)
+    check_tables(tables, lengths, rows, q.shape[0])
+    check_decode(q, layout, tables, starts, sinks)
+    kv_heads = tables.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    grouped_sinks = None if sinks is None else sinks.view(kv_heads, -1)
+    for b, row in enumerate(rows.tolist()):
+        start, stops = int(starts[row]), lengths[row]
+        longest = int(stops.max())
+        assert 0 <= start < int(stops.min()), f"row {row}: a head has no slot in [{start}, length)"
+        assert longest <= tables.shape[2] * layout.slots, f"row {row}: slots leave the page table"
+        first = start // layout.slots
+        k, v, valid = _dense(pool, layout, tables[row], first, stops, start)
+        logits = (q[b].unflatten(0, (kv_heads, -1)) @ k.transpose(1, 2)).float() * scale
+        if softcap > 0.0:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~valid[:, None], -torch.inf)
+        log_sum = torch.logsumexp(logits, dim=-1)
+        total = log_sum if grouped_sinks is None else torch.logaddexp(log_sum, grouped_sinks)
+        weights = torch.exp(logits - total[..., None]).to(q.dtype)
+        out[b] = (weights @ v).flatten(0, 1)
+        lse[b] = log_sum.flatten()
+    return out, lse
+
+
+def _dense(
+    pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, first: int, stops: torch.Tensor, start: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values [Hk,N,D] of pages `first` onwards of tables [Hk,P], and which of them count: bool[Hk,N]."""
+    last = -(-int(stops.max()) // layout.slots)
+    pages = tables[:, first:last]
+    used = torch.arange(first, last) * layout.slots < stops[:, None]
+    pages = torch.where(used, pages, pages[:, :1])
+    assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], "page outside the pool"
+    keys, values = read_pages(pool, layout, pages)
+    slots = torch.arange(first * layout.slots, last * layout.slots)
+    valid = (slots >= start) & (slots < stops[:, None])
+    # Unused slots hold anything, NaN included, and 0 * NaN is NaN.
+    return keys.flatten(1, 2), values.flatten(1, 2).masked_fill(~valid[..., None], 0), valid
+
+
+def append(
+    pool: torch.Tensor,
+    layout: PageLayout,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """See `kernels.reference.append`."""
+    check_pool(pool, layout)
+    check_tables(tables, lengths, rows, k.shape[0])
+    check_vectors(k, v, layout, (rows.shape[0], tables.shape[1]))
+    chosen = rows.long()
+    slots = lengths[chosen].long()
+    assert bool(((slots >= 0) & (slots < tables.shape[2] * layout.slots)).all()), "no page for an appended slot"
+    pages = tables[chosen].gather(2, (slots // layout.slots)[..., None])[..., 0]
+    _write(pool, layout, pages.flatten(), (slots % layout.slots).flatten(), k.flatten(0, 1), v.flatten(0, 1))
+
+
+def scatter(
+    pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+) -> None:
+    """See `kernels.reference.scatter`."""
+    scatter_heads(pool, layout, pages[None], k[None], v[None], first_slot)
+
+
+def scatter_heads(
+    pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+) -> None:
+    """See `kernels.reference.scatter_heads`."""
+    check_pool(pool, layout)
+    count = k.shape[1]
+    check_span(tables, layout, first_slot, first_slot + count)
+    check_vectors(k, v, layout, (tables.shape[0], count))
+    slots = torch.arange(first_slot, first_slot + count)
+    pages = tables[:, slots // layout.slots]
+    positions = (slots % layout.slots).expand(tables.shape[0], count)
+    _write(pool, layout, pages.flatten(), positions.flatten(), k.flatten(0, 1), v.flatten(0, 1))
+
+
+def _write(
+    pool: torch.Tensor,
+    layout: PageLayout,
+    pages: torch.Tensor,
+    positions: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """Write vectors k and v [m,D] to slot positions[m] of pages[m]."""
+    if not pages.numel():
+        return
+    assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], "page outside the pool"
+    padding = (0, layout.padded_dim - layout.head_dim)
+    k, v = torch.nn.functional.pad(k, padding), torch.nn.functional.pad(v, padding)
+    data = pool[:, : layout.tiles * layout.tile_bytes].view(layout.dtype)
+    data = data.unflatten(1, (layout.tiles, 2, TILE * layout.padded_dim))
+    page, tile, token = pages.long(), positions // TILE, positions % TILE
+    if layout.dtype is torch.bfloat16:
+        keys = data[:, :, 0].unflatten(2, (layout.padded_dim // 2, TILE, 2))
+        values = data[:, :, 1].unflatten(2, (TILE // 2, layout.padded_dim, 2))
+        keys[page, tile, :, token] = k.unflatten(1, (-1, 2))
+        values[page, tile, token // 2, :, token % 2] = v
+    else:
+        data[:, :, 0].unflatten(2, (layout.padded_dim, TILE))[page, tile, :, token] = k
+        data[:, :, 1].unflatten(2, (TILE, layout.padded_dim))[page, tile, token] = v

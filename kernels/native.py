@@ -1,0 +1,264 @@
+"""The page operations in C++, called through ctypes, which releases the GIL while they run.
+
+Shapes and contracts: `kernels.reference`. The wrappers check shapes, strides and dtypes before memory is touched;
+the C++ side checks every row, length and page id it follows. Runs on torch.get_num_threads() threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from kernels import build
+from kernels.checks import check_decode, check_pool, check_span, check_tables, check_vectors
+from kernels.layout import PageLayout
+
+_DECODE = (
+    [c_void_p, c_void_p, c_void_p, c_int64, c_int64]  # out, lse, q and its strides
+    + [c_void_p, c_int64, c_int64, c_int, c_int]  # pool: pages, bytes per page, is bf16, head size
+    + [c_void_p, c_int64, c_int64, c_int64]  # tables, strides, pages per head
+    + [c_void_p, c_int64, c_void_p, c_int64, c_void_p]  # starts, lengths, rows
+    + [c_int, c_int, c_int, c_int]  # sequences, batch, kv heads, query heads per kv head
+    + [c_float, c_float, c_void_p, c_int]  # scale, softcap, sinks, threads
+)
+_APPEND = (
+    [c_void_p, c_int64, c_int64, c_int, c_int]
+    + [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p]  # tables, lengths, rows
+    + [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]  # sizes, k, v, strides
+)
+_MOVE = (
+    [c_int, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p, c_int64, c_int, c_int64, c_int64]
+    + [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int]  # k, v, strides, threads
+)
+_COPY_PAGE = [c_void_p, c_int64, c_int64, c_int64, c_int64]
+_STATUS = ("", "a row outside the tables", "a length or start outside the pages", "a page outside the pool")
+
+
+class NativeKernels:
+    """The operations of one built library. `isa` names the instructions it uses, for logs and benchmarks."""
+
+    def __init__(self, path: Path) -> None:
+        """OSError: the file does not load on this machine."""
+        self._library = ctypes.CDLL(str(path))
+        self._decode = self._function("kvtide_decode", _DECODE)
+        self._append = self._function("kvtide_append", _APPEND)
+        self._move = self._function("kvtide_move", _MOVE)
+        self._copy_page = self._function("kvtide_copy_page", _COPY_PAGE)
+        self._library.kvtide_isa.restype = ctypes.c_char_p
+        self.isa: str = self._library.kvtide_isa().decode()
+
+    def _function(self, name: str, argtypes: list[type]) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+        function = self._library[name]
+        function.argtypes = argtypes
+        function.restype = c_int
+        return function
+
+    def paged_decode_attention(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.reference.paged_decode_attention`."""
+        check_pool(pool, layout)
+        check_tables(tables, lengths, rows, q.shape[0])
+        check_decode(q, layout, tables, starts, sinks)
+        batch, heads, dim = q.shape
+        sequences, kv_heads, pages = tables.shape
+        out = torch.empty((batch, heads, dim), dtype=q.dtype)
+        lse = torch.empty((batch, heads), dtype=torch.float32)
+        q_row, q_head, _ = q.stride()
+        table_row, table_head, _ = tables.stride()
+        status = self._decode(
+            out.data_ptr(),
+            lse.data_ptr(),
+            q.data_ptr(),
+            q_row,
+            q_head,
+            pool.data_ptr(),
+            pool.shape[0],
+            layout.page_bytes,
+            layout.dtype is torch.bfloat16,
+            dim,
+            tables.data_ptr(),
+            table_row,
+            table_head,
+            pages,
+            starts.data_ptr(),
+            starts.stride(0),
+            lengths.data_ptr(),
+            lengths.stride(0),
+            rows.data_ptr(),
+            sequences,
+            batch,
+            kv_heads,
+            heads // kv_heads,
+            scale,
+            softcap,
+            None if sinks is None else sinks.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert status == 0, _STATUS[status]
+        return out, lse
+
+    def append(
+        self,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """See `kernels.reference.append`. Runs on the calling thread."""
+        sequences, kv_heads, pages = tables.shape
+        batch = k.shape[0]
+        check_pool(pool, layout)
+        check_tables(tables, lengths, rows, batch)
+        check_vectors(k, v, layout, (batch, kv_heads))
+        table_row, table_head, _ = tables.stride()
+        k_row, k_head, _ = k.stride()
+        v_row, v_head, _ = v.stride()
+        status = self._append(
+            pool.data_ptr(),
+            pool.shape[0],
+            layout.page_bytes,
+            layout.dtype is torch.bfloat16,
+            layout.head_dim,
+            tables.data_ptr(),
+            table_row,
+            table_head,
+            pages,
+            lengths.data_ptr(),
+            lengths.stride(0),
+            rows.data_ptr(),
+            sequences,
+            batch,
+            kv_heads,
+            k.data_ptr(),
+            v.data_ptr(),
+            k_row,
+            k_head,
+            v_row,
+            v_head,
+        )
+        assert status == 0, _STATUS[status]
+
+    def scatter(
+        self,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        pages: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first_slot: int = 0,
+    ) -> None:
+        """See `kernels.reference.scatter`."""
+        self._move_heads(True, pool, layout, pages[None], first_slot, k[None], v[None])
+
+    def scatter_heads(
+        self,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        tables: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first_slot: int = 0,
+    ) -> None:
+        """See `kernels.reference.scatter_heads`."""
+        self._move_heads(True, pool, layout, tables, first_slot, k, v)
+
+    def gather(
+        self,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        pages: torch.Tensor,
+        start: int,
+        stop: int,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+    ) -> None:
+        """See `kernels.reference.gather`."""
+        assert k_out.shape[0] == stop - start, f"k_out has {k_out.shape[0]} rows for slots [{start}, {stop})"
+        self._move_heads(False, pool, layout, pages[None], start, k_out[None], v_out[None])
+
+    def gather_heads(
+        self,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        tables: torch.Tensor,
+        start: int,
+        stop: int,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+    ) -> None:
+        """See `kernels.reference.gather_heads`."""
+        assert k_out.shape[1] == stop - start, f"k_out has {k_out.shape[1]} rows for slots [{start}, {stop})"
+        self._move_heads(False, pool, layout, tables, start, k_out, v_out)
+
+    def _move_heads(
+        self,
+        write: bool,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        tables: torch.Tensor,
+        start: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        heads, count = k.shape[:2]
+        check_pool(pool, layout)
+        check_span(tables, layout, start, start + count)
+        check_vectors(k, v, layout, (tables.shape[0], count))
+        k_head, k_row, _ = k.stride()
+        v_head, v_row, _ = v.stride()
+        status = self._move(
+            write,
+            pool.data_ptr(),
+            pool.shape[0],
+            layout.page_bytes,
+            layout.dtype is torch.bfloat16,
+            layout.head_dim,
+            tables.data_ptr(),
+            tables.stride(0),
+            heads,
+            start,
+            start + count,
+            k.data_ptr(),
+            v.data_ptr(),
+            k_head,
+            k_row,
+            v_head,
+            v_row,
+            torch.get_num_threads(),
+        )
+        assert status == 0, _STATUS[status]
+
+    def copy_page(self, pool: torch.Tensor, src: int, dst: int) -> None:
+        """See `kernels.reference.copy_page`."""
+        assert pool.is_contiguous() and pool.dtype is torch.uint8
+        status = self._copy_page(pool.data_ptr(), pool.shape[0], pool.shape[1], src, dst)
+        assert status == 0, _STATUS[status]
+
+
+@functools.cache
+def load(extra_flags: tuple[str, ...] = ()) -> NativeKernels:
+    """The native kernels of this machine, built on first use. BuildFailed: says why and what to install."""
+    path = build.library(extra_flags)
+    try:
+        return NativeKernels(path)
+    except OSError as error:
+        raise build.BuildFailed(f"{path} does not load: {error}; delete it to build it again") from error
