@@ -1,4 +1,4 @@
-"""Turn a GGUF file into an ordinary Hugging Face folder (bfloat16 safetensors, config, tokenizer), and check the result.
+"""Turn a GGUF file into a Hugging Face folder (bfloat16 safetensors, config, tokenizer), and check the result.
 
 transformers reads the tensors; the tokenizer is what goes wrong without an error (a vocabulary that falls apart into
 characters, digits glued together, a wrong end token), so nothing is written before the probes below have passed.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CONVERSION_STEPS = ("tokenizer", "weights", "writing")
 
-# Byte-level vocabularies whose text is split before every digit (llama.cpp's list), which transformers' reader does not know.
+# Byte-level vocabularies whose text is split at every digit (llama.cpp's list); transformers' reader does not know it.
 DIGIT_SPLIT_PRE_TOKENIZERS = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva"}
 )
@@ -75,7 +75,7 @@ def read_metadata(source: Path) -> dict[str, object]:
 
 
 def load_tokenizer(source: Path, metadata: dict[str, object]) -> PreTrainedTokenizerBase:
-    """transformers' tokenizer for the file, with the digit rule of `tokenizer.ggml.pre` and the file's own end token."""
+    """The tokenizer that transformers reads, with the digit rule of `tokenizer.ggml.pre` and the file's end token."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -84,7 +84,8 @@ def load_tokenizer(source: Path, metadata: dict[str, object]) -> PreTrainedToken
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(f"{source.name}: transformers cannot build its tokenizer: {error}") from error
     if _splits_digits(metadata):
-        # Digits first and the word rule inside each piece, as llama.cpp does: it decides how blanks before a digit split.
+        # Digits first, then the word rule inside each piece, as llama.cpp does: it decides how blanks before a
+        # digit split.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

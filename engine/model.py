@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from engine.errors import ModelUnavailable
 from engine.support import refuse_unsupported
+from kv_tiers.block import BlockLayout
 from kv_tiers.keys import Fingerprint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -50,6 +51,7 @@ class ModelSpec:
     vocab_size: int
     context_length: int
     end_tokens: frozenset[int]
+    blocks: BlockLayout
     fingerprint: Fingerprint
 
     @property
@@ -120,10 +122,11 @@ class _ProbePort:
         return query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
 
 
-def load_model(path: Path, dtype: str = "auto") -> Model:
+def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model:
     """Load a local Hugging Face folder (see `engine/weights.py` for how it gets there).
 
-    `dtype` is "auto" (the checkpoint's own, float16 taken as bfloat16), "bfloat16" or "float32".
+    `dtype` is "auto" (the checkpoint's own, float16 taken as bfloat16), "bfloat16" or "float32"; `block_tokens` the
+    size of the blocks that its KV is kept in.
     Errors: `UnsupportedModel` by name, `ModelUnavailable` when the folder cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -136,10 +139,10 @@ def load_model(path: Path, dtype: str = "auto") -> Model:
     register_attention()
     chosen = choose_dtype(dtype, config.dtype)
     network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
-    return wrap_model(network, end_tokens_of(network, path))
+    return wrap_model(network, end_tokens_of(network, path), block_tokens)
 
 
-def wrap_model(network: nn.Module, end_tokens: frozenset[int]) -> Model:
+def wrap_model(network: nn.Module, end_tokens: frozenset[int], block_tokens: int = 16) -> Model:
     """Make a Model of a `transformers` causal LM whose attention implementation is ours; probes its layers."""
     network = network.eval()
     config = network.config
@@ -159,10 +162,12 @@ def wrap_model(network: nn.Module, end_tokens: frozenset[int]) -> Model:
     layers = tuple(probe.layers[index] for index in sorted(probe.layers))
     assert len(layers) == text.num_hidden_layers, "a layer did not call our attention"
     dtype = next(network.parameters()).dtype
-    spec = ModelSpec(
-        layers, dtype, text.vocab_size, text.max_position_embeddings, end_tokens, _fingerprint(network, dtype)
+    blocks = BlockLayout(tuple((layer.kv_heads, layer.head_dim) for layer in layers), dtype, block_tokens)
+    fingerprint = _fingerprint(network, dtype, blocks)
+    return Model(
+        network,
+        ModelSpec(layers, dtype, text.vocab_size, text.max_position_embeddings, end_tokens, blocks, fingerprint),
     )
-    return Model(network, spec)
 
 
 def choose_dtype(asked: str, stored: torch.dtype | str | None) -> torch.dtype:
@@ -189,7 +194,7 @@ def end_tokens_of(network: nn.Module, path: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def _fingerprint(network: nn.Module, dtype: torch.dtype) -> Fingerprint:
+def _fingerprint(network: nn.Module, dtype: torch.dtype, blocks: BlockLayout) -> Fingerprint:
     """Identity of everything that decides the bytes of KV: configuration, weights, dtype, RoPE regime."""
     config = network.config.to_dict()
     rope = {key: value for key, value in config.items() if "rope" in key}
@@ -203,7 +208,7 @@ def _fingerprint(network: nn.Module, dtype: torch.dtype) -> Fingerprint:
         config=json.dumps(config, sort_keys=True, default=str),
         weights=digest.digest(),
         dtype=str(dtype).removeprefix("torch."),
-        layout="block-v1",
+        layout=blocks.layout_id,
         rope=json.dumps(rope, sort_keys=True, default=str),
         adapter=None,
     )

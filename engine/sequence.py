@@ -11,20 +11,21 @@ from engine.errors import GenerationFailed
 from engine.request import FinishReason, GenerationRequest, TokenEvent
 from engine.sampler import Sampled, SampleRow, SamplingError
 from engine.snapshot import SnapshotLayout
-from engine.text import Detokenizer, TextStream
+from engine.text import Detokenizer, TextStream, TokenPieces
 
 
 class Choice:
     """One of a request's `n` continuations. Everything in it is a function of its token ids."""
 
     def __init__(
-        self, request: GenerationRequest, choice: int, detokenizer: Detokenizer, end_tokens: frozenset[int]
+        self, request: GenerationRequest, choice: int, pieces: TokenPieces, end_tokens: frozenset[int]
     ) -> None:
         self.request = request
         self.choice = choice
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._text = TextStream(detokenizer, request.sampling.stop)
+        sampling = request.sampling
+        self._text = TextStream(Detokenizer(pieces), sampling.stop, min_tokens=sampling.min_tokens)
         own = frozenset() if request.sampling.ignore_eos else end_tokens
         self._ends = own | frozenset(request.sampling.stop_token_ids)
 

@@ -1,4 +1,4 @@
-"""Find a model's weights: a local folder, a GGUF file, the demo model, or a Hugging Face id, always ending in a folder.
+"""Find a model's weights (a folder, a GGUF file, the demo model, a Hugging Face id) and end with a local folder.
 
 Converted and downloaded files live under `$KVTIDE_CACHE` (default `~/.cache/kvtide`). A folder there is complete or
 absent: it is built under a temporary name and renamed, and a lock file makes a second process wait instead of working

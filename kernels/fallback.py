@@ -72,11 +72,14 @@ def _dense(
     used = torch.arange(first, last) * layout.slots < stops[:, None]
     pages = torch.where(used, pages, pages[:, :1])
     assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], "page outside the pool"
-    keys, values = read_pages(pool, layout, pages)
+    keys, values = (rows.flatten(1, 2) for rows in read_pages(pool, layout, pages))
     slots = torch.arange(first * layout.slots, last * layout.slots)
     valid = (slots >= start) & (slots < stops[:, None])
     # Unused slots hold anything, NaN included, and 0 * NaN is NaN.
-    return keys.flatten(1, 2), values.flatten(1, 2).masked_fill(~valid[..., None], 0), valid
+    values[:, : start - first * layout.slots] = 0
+    for head, stop in enumerate(stops.tolist()):
+        values[head, stop - first * layout.slots :] = 0
+    return keys, values, valid
 
 
 def append(

@@ -16,43 +16,39 @@ from kernels.layout import TILE, PageLayout
 def _tiles(pool: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Writable views of all keys and values in token order, no copy.
 
-    fp32: both [pages, tiles, 16, padded_dim]. bf16: keys [pages, tiles, 16, padded_dim / 2, 2] and values
-    [pages, tiles, 8, 2, padded_dim], because strides split those axes.
+    fp32: both [pages, tiles, 16, padded_dim]. bf16: keys [pages, tiles, 16, padded_dim / 2] as int32, a word for a
+    pair of dims, and values [pages, tiles, 8, 2, padded_dim].
     """
-    data = pool[:, : layout.tiles * layout.tile_bytes].view(layout.dtype)
-    data = data.unflatten(1, (layout.tiles, 2, TILE * layout.padded_dim))
-    keys, values = data[:, :, 0], data[:, :, 1]
+    data = pool[:, : layout.tiles * layout.tile_bytes].unflatten(1, (layout.tiles, 2, layout.tile_bytes // 2))
     if layout.dtype is torch.bfloat16:
-        keys = keys.unflatten(2, (layout.padded_dim // 2, TILE, 2)).permute(0, 1, 3, 2, 4)
-        values = values.unflatten(2, (TILE // 2, layout.padded_dim, 2)).permute(0, 1, 2, 4, 3)
-        return keys, values
-    return (
-        keys.unflatten(2, (layout.padded_dim, TILE)).transpose(2, 3),
-        values.unflatten(2, (TILE, layout.padded_dim)),
-    )
+        keys = data[:, :, 0].view(torch.int32).unflatten(2, (layout.padded_dim // 2, TILE))
+        values = data[:, :, 1].view(layout.dtype).unflatten(2, (TILE // 2, layout.padded_dim, 2))
+        return keys.transpose(2, 3), values.transpose(3, 4)
+    keys = data[:, :, 0].view(layout.dtype).unflatten(2, (layout.padded_dim, TILE))
+    return keys.transpose(2, 3), data[:, :, 1].view(layout.dtype).unflatten(2, (TILE, layout.padded_dim))
 
 
 def read_pages(pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the pages' keys and values, each [..., slots, D] for int tensor pages[...], in slot order."""
-    keys, values = _tiles(pool[pages.reshape(-1).long()], layout)
+    keys, values = _tiles(pool.index_select(0, pages.reshape(-1)), layout)
     shape = (*pages.shape, layout.slots, layout.padded_dim)
-    return keys.reshape(shape)[..., : layout.head_dim], values.reshape(shape)[..., : layout.head_dim]
+    keys = keys.contiguous().view(layout.dtype).view(shape)
+    return keys[..., : layout.head_dim], values.reshape(shape)[..., : layout.head_dim]
 
 
 def _write_slot(
     pool: torch.Tensor, layout: PageLayout, page: int, position: int, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     assert 0 <= page < pool.shape[0], f"page {page} is outside the pool"
-    padding = (0, layout.padded_dim - layout.head_dim)
-    k, v = torch.nn.functional.pad(k, padding), torch.nn.functional.pad(v, padding)
+    padded = torch.zeros(2, layout.padded_dim, dtype=layout.dtype)
+    padded[0, : layout.head_dim], padded[1, : layout.head_dim] = k, v
     keys, values = _tiles(pool[page : page + 1], layout)
     tile, token = divmod(position, TILE)
     if layout.dtype is torch.bfloat16:
-        keys[0, tile, token] = k.view(-1, 2)
-        values[0, tile, token // 2, token % 2] = v
+        keys[0, tile, token] = padded[0].view(torch.int32)
+        values[0, tile, token // 2, token % 2] = padded[1]
     else:
-        keys[0, tile, token] = k
-        values[0, tile, token] = v
+        keys[0, tile, token], values[0, tile, token] = padded[0], padded[1]
 
 
 def paged_decode_attention(

@@ -4,6 +4,7 @@ Ties decide what is kept far more often than one would think (max pooling makes 
 `torch.topk` leaves them open. Here equal scores go to the higher position, on every machine. Source:
 ALGORITHMS.md section 2.3.
 """
+
 from __future__ import annotations
 
 from typing import Literal

@@ -2,6 +2,7 @@
 
 No attention matrix of the prompt is needed, only its last W rows. Source: ALGORITHMS.md sections 2.3 and 3.1.
 """
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,4 +1,5 @@
 """Decisions, pure: which tokens of a prompt survive. Values in, values out."""
+
 from __future__ import annotations
 
 from policies.full import Full

@@ -1,4 +1,5 @@
 """The policy that evicts nothing."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """What a prompt-selection policy is: one scoring idea inside mechanics that all policies share."""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -46,10 +47,12 @@ class LayerView:
 
     @property
     def kv_heads(self) -> int:
+        """Hk: key/value heads of the layer."""
         return self.keys.shape[0]
 
     @property
     def tokens(self) -> int:
+        """N: tokens of the prompt."""
         return self.keys.shape[1]
 
 
@@ -110,7 +113,7 @@ class Policy(ABC):
         return self.recipe.budget_tokens(layer.tokens)
 
     def protected(self, layer: LayerView) -> torch.Tensor:
-        """bool [N] or [Hk, N]: tokens that survive whatever they score, never more than `keep`.
+        """Tokens that survive whatever they score, bool [N] or [Hk, N], never more than `keep`.
 
         Here: the recipe's first `sinks` and last `window` tokens.
         """

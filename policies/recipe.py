@@ -3,6 +3,7 @@
 A recipe is part of the key of a survivor set, so equal recipes must have equal ids in every process and
 every release: `Recipe.recipe_id` is built from the fields by hand and pinned by a test.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
@@ -77,9 +78,7 @@ class Recipe:
         if not OPTIONS[self.policy]:
             return self.policy
         # repr keeps 1 (one token) and 1.0 (the whole prompt) apart and round-trips every float.
-        return (
-            f"{self.policy}:b{self.budget!r}:w{self.window}:k{self.kernel}:{self.pool}:s{self.sinks}"
-        )
+        return f"{self.policy}:b{self.budget!r}:w{self.window}:k{self.kernel}:{self.pool}:s{self.sinks}"
 
     def budget_tokens(self, n: int) -> int:
         """Tokens that this recipe keeps per kv head of an `n`-token prompt, at most `n`."""

@@ -1,4 +1,5 @@
 """SnapKV (arXiv 2404.14469), in the project's reading of it: ALGORITHMS.md sections 2.3 and 3.1."""
+
 from __future__ import annotations
 
 import torch

@@ -43,9 +43,9 @@ install_system_needs() {
         sudo=(sudo -n)
     fi
     say "installing ${missing[*]}"
-    "${sudo[@]}" apt-get update -qq >/dev/null || say "apt-get update failed; trying with the old lists"
+    ${sudo[@]+"${sudo[@]}"} apt-get update -qq >/dev/null || say "apt-get update failed; trying with the old lists"
     # RUNLEVEL=1 keeps Debian from starting a Redis of its own, which we neither need nor want.
-    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+    ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
         apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null ||
         say "apt-get could not install ${missing[*]}; going on without"
 }
@@ -58,7 +58,7 @@ install_torch() {
         index=(--index-url "$CPU_INDEX")
     fi
     say "installing $TORCH ${index[*]:-}"
-    "$VENV/bin/pip" install -qq "${index[@]}" "$TORCH"
+    "$VENV/bin/pip" install -qq ${index[@]+"${index[@]}"} "$TORCH"
 }
 
 # Asks pip what it would take, without taking it: a CPU build calls itself 2.x.y+cpu.

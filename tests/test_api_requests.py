@@ -11,6 +11,7 @@ from api_stub import (
     StubBackend,
     application,
     chat,
+    client,
     complete,
     make_card,
     make_tokenizer,
@@ -434,8 +435,6 @@ async def test_a_body_beyond_the_limit_is_refused_with_or_without_its_length() -
     async def pieces():  # type: ignore[no-untyped-def]
         yield body[:100]
         yield body[100:]
-
-    from api_stub import client
 
     async with client(app) as http:
         response = await http.post("/v1/completions", content=pieces())

@@ -1,4 +1,5 @@
 """Pooling and exact top-k against loops in plain Python."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,5 @@
 """window_scores against a float64 simulation written with loops, and what it promises besides."""
+
 from __future__ import annotations
 
 import math
@@ -109,9 +110,7 @@ def test_a_head_spread_over_several_blocks_of_scratch_scores_the_same(
     logits = torch.einsum("hgwd,hnd->hgwn", q.double().view(2, 3, 50, 8), k.double()) * 0.35
     future = torch.arange(7001) > torch.arange(6951, 7001).unsqueeze(1)
     expected = logits.masked_fill(future, -math.inf).softmax(-1).mean((1, 2))
-    torch.testing.assert_close(
-        window_scores(q, k, 0.35).double(), expected, rtol=RTOL_FP32, atol=ATOL_FP32
-    )
+    torch.testing.assert_close(window_scores(q, k, 0.35).double(), expected, rtol=RTOL_FP32, atol=ATOL_FP32)
 
 
 def test_bf16_inputs_score_exactly_like_the_same_numbers_in_fp32() -> None:

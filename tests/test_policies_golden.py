@@ -1,4 +1,5 @@
 """SnapKV against golden vectors: other people's code, and the project's canon (tests/golden/README.md)."""
+
 from __future__ import annotations
 
 import hashlib
@@ -98,7 +99,8 @@ def check_case(
 
 
 def test_golden_files_are_the_published_ones() -> None:
-    sums = dict(reversed(line.split()) for line in (GOLDEN / "SHA256SUMS").read_text().splitlines())
+    lines = (GOLDEN / "SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in map(str.split, lines)}
     present = list(GOLDEN.glob("*.npz"))
     assert {"edge_cases.npz", "prefill_tiny.npz", "prefill_official.npz"} <= {path.name for path in present}
     for path in present:

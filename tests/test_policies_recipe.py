@@ -1,4 +1,5 @@
 """Recipes: what is accepted, what is refused and in which words, and the ids that are part of cache keys."""
+
 from __future__ import annotations
 
 import math

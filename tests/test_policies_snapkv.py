@@ -1,4 +1,5 @@
 """SnapKV against a naive float64 simulation, and what must hold for every selection (ALGORITHMS.md 9.4)."""
+
 from __future__ import annotations
 
 import math

@@ -145,6 +145,20 @@ def test_a_tiny_temperature_is_greedy_without_a_warning():
     assert draw([1.0, 3.0, 2.999, -5.0], row(temperature=1e-320)) == 1
 
 
+@pytest.mark.parametrize(
+    ("point", "logits", "expected"),
+    [
+        (0.0, [1.0, 2.0, 2.0], 1),  # likeliest first, ties by lower id
+        (0.5, [0.0, 0.0], 1),  # the border belongs to the next token
+        (1 - 2.0**-53, [0.0, 0.0, -5000.0], 1),  # never a token of probability zero
+        (0.0, [-0.0, 0.0], 0),  # two zeros are a tie
+    ],
+)
+def test_ends_and_borders_of_the_cumulative_distribution(monkeypatch, point, logits, expected):
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, choice, index: point)
+    assert draw(logits, row()) == expected
+
+
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_prompt_and_generated_tokens():
     penal = {"temperature": 0, "repetition_penalty": 2.0}
     assert draw([3.0, 2.0, 1.0], row(prompt=(0,), **penal)) == 1

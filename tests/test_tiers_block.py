@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_tiers.block import (
@@ -152,6 +152,7 @@ def test_layers_are_read_into_slices_of_a_workspace():
     assert workspace[:, :, :40].isnan().all() and workspace[:, :, 44:].isnan().all()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(0, 9))
 def test_a_run_is_read_up_to_the_first_bad_block(blocks, bad):
     layout = BlockLayout(layers=((2, 8), (1, 4)), dtype=torch.float32, block_tokens=4)
@@ -185,6 +186,7 @@ def test_runs_longer_than_the_staging_memory_are_read_whole():
     assert read_layer_run(bufs, layout, headers, 0, *nan_rows(layout, 0, 20)) == 13
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_flipped_byte_anywhere_is_a_miss_or_harmless_padding(data):
     buf, keys, values = written()
@@ -198,6 +200,7 @@ def test_a_flipped_byte_anywhere_is_a_miss_or_harmless_padding(data):
         assert all(torch.equal(v, e) for (_, v), e in zip(outputs, values, strict=True))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=600), st.booleans())
 def test_o44_arbitrary_bytes_are_never_a_block(data, with_magic):
     """Neither an exception nor a header, whatever lengths the bytes claim."""
@@ -206,6 +209,7 @@ def test_o44_arbitrary_bytes_are_never_a_block(data, with_magic):
     assert isinstance(read_header(memoryview(data)), BlockFault)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([(12, 4), (16, 8), (24, 4), (28, 4), (10, 1), (11, 1)]), st.integers(0, 2**64 - 1))
 def test_o44_header_fields_that_contradict_each_other_are_refused_even_with_a_right_checksum(field, value):
     buf, _, _ = written()

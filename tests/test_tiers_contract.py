@@ -188,7 +188,7 @@ def test_a_manifest_takes_the_place_of_the_next_message(make):
 
 @pytest.mark.parametrize("writers", [2, 8])
 def test_o19_writers_of_the_same_block_all_succeed(make, writers):
-    """All look before any stores; one gets the slot, the others are told that it is being written or present."""
+    """All look before any stores; one gets the slots, the others hear that somebody is writing."""
     tier = make(8)
     lock = threading.Lock()  # an actor's mailbox
     barrier = threading.Barrier(writers)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_tiers.keys import BlockKey, Fingerprint, block_keys, survivor_key
@@ -113,6 +113,7 @@ def test_o22_recipes_share_blocks_but_not_survivors():
     assert survivor_key(FINGERPRINT, [*TOKENS, 0], RECIPE) != one
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
 def test_keys_agree_exactly_up_to_the_first_differing_block(one, other, block_tokens):
     left, right = (block_keys(FINGERPRINT, tokens, block_tokens) for tokens in (one, other))

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -24,7 +25,7 @@ CONTROL, NORMAL = 3, 1
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's spelling of the 256 bytes, from its description: printable bytes as they are, the rest from U+0100 on."""
+    """GPT-2's spelling of the 256 bytes: printable ones as they are, the rest from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -122,7 +123,7 @@ def test_demo_tokenizer_keeps_its_chat_template(smollm2_tokenizer):
 def test_demo_tokenizer_reads_golden_prompts_back_to_the_same_text(smollm2_tokenizer, golden):
     arrays, _ = golden("e2e_smollm2")
     flat, off = arrays["prompt_flat"], arrays["prompt_off"]
-    for start, stop in zip(off[:-1], off[1:], strict=True):
+    for start, stop in pairwise(off):
         ids = flat[start:stop].tolist()
         text = smollm2_tokenizer.decode(ids)
         again = smollm2_tokenizer(text).input_ids
@@ -154,10 +155,7 @@ class StupidBpe:
     def merge(self, word: str) -> list[str]:
         parts = [SPELLING[byte] for byte in word.encode()]
         while len(parts) > 1:
-            ranked = [
-                (self.rank.get(pair, 1 << 30), i)
-                for i, pair in enumerate(zip(parts, parts[1:], strict=False))
-            ]
+            ranked = [(self.rank.get(pair, 1 << 30), i) for i, pair in enumerate(pairwise(parts))]
             rank, i = min(ranked)
             if rank == 1 << 30:
                 break

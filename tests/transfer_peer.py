@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def bare_environment() -> dict[str, str]:
     """What a user's process would have: nothing of what conftest.py sets for NIXL and UCX."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_MODULES", "NIXL_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("UCX_MODULES", "NIXL_"))
+    }
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
@@ -64,7 +66,14 @@ class Serving:
             time.sleep(min(self.endpoint.wait_hint(), 0.001))
 
     def publish(
-        self, request_id: str, nbytes: int, *, attempt: int = 0, seed: int = 0, ttl_s: float = 60.0, skew: int = 0
+        self,
+        request_id: str,
+        nbytes: int,
+        *,
+        attempt: int = 0,
+        seed: int = 0,
+        ttl_s: float = 60.0,
+        skew: int = 0,
     ) -> Ticket:
         lease = self.endpoint.reserve(nbytes)
         assert lease is not None

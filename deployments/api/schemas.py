@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WrapValidator
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidatorFunctionWrapHandler
 
@@ -19,6 +20,7 @@ INT64 = 2**63
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 
 
@@ -34,15 +36,26 @@ def _described(text: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-TokenIds = Annotated[list[int], FailFast()]
-Texts = Annotated[list[str], FailFast()]
-Prompt = Annotated[
-    str | Texts | TokenIds | Annotated[list[TokenIds], FailFast()],
-    _described("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
-]
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+def _read_prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
+    """By hand: a union would try each member on every one of perhaps 100,000 ids and collect all complaints."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and (_all(value, str) or _all(value, int)):
+        return value
+    if isinstance(value, list) and all(isinstance(part, list) and _all(part, int) for part in value):
+        return value
+    kinds = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    raise PydanticCustomError("wrong_type", "must be {kinds}", {"kinds": kinds})
+
+
+def _all(values: list[object], kind: type) -> bool:
+    return all(type(value) is kind for value in values)  # not isinstance: true is no token id
+
+
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_read_prompt)]
+StopText = Annotated[str, Len(1, MAX_STOP_CHARS)]
 Stop = Annotated[
-    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
+    StopText | Annotated[list[StopText], Len(0, MAX_STOPS)],
     _described(f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {MAX_STOPS} such strings"),
 ]
 
@@ -76,8 +89,10 @@ class Request(_Fields):
         default=None, ge=-INT64, lt=INT64, description="Same seed, same request: same answer."
     )
     stop: Stop | None = Field(default=None, description="Texts that end a choice; not part of it.")
-    stop_token_ids: TokenIds | None = Field(
-        default=None, description="Tokens that end a choice; not part of its text."
+    stop_token_ids: list[int] | None = Field(
+        default=None,
+        max_length=MAX_STOP_TOKENS,
+        description="Tokens that end a choice; not part of its text.",
     )
     ignore_eos: bool | None = Field(default=None, description="Go on past the model's end tokens.")
     max_tokens: int | None = Field(default=None, ge=1, lt=INT64, description="Most tokens per choice.")

@@ -8,14 +8,8 @@
 
 namespace kvtide {
 
-#ifndef CT
-#define CT 4
-#endif
-constexpr int CHUNK_TILES = CT;  // tiles per softmax update: their keys and values stay in the first-level cache
+constexpr int CHUNK_TILES = 4;  // tiles per softmax update: their keys and values stay in the first-level cache
 constexpr int CHUNK = CHUNK_TILES * TILE;
-#ifndef PFL
-#define PFL 3
-#endif
 constexpr int HEAD_BLOCK = 4;  // query heads that share a load
 constexpr int DIM_BLOCK = 4;   // vectors of 16 dims that the accumulators of a block cover
 
@@ -23,7 +17,7 @@ constexpr int DIM_BLOCK = 4;   // vectors of 16 dims that the accumulators of a 
 template <class E>
 using Operand = std::conditional_t<sizeof(E) == 2 && KVTIDE_DPBF16, uint16_t, float>;
 
-inline void prefetch(const void* at) { __builtin_prefetch(at, 0, PFL); }
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 
 #if KVTIDE_DPBF16
 inline __m512i pair_splat(const uint16_t* from) {
