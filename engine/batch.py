@@ -86,6 +86,11 @@ class DecodeEngine:
         return sum(len(entry.choices) for entry in list(self._waiting))
 
     @property
+    def pages_owed(self) -> int:
+        """Pages that waiting choices need before they can run."""
+        return sum(self.pool.pages_for(entry.layout.meta.counts) for entry in list(self._waiting))
+
+    @property
     def running(self) -> int:
         return len(self._running)
 

@@ -36,6 +36,11 @@ class PrefillJob:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Request id and attempt."""
+        return self.request.request_id, self.request.attempt
+
+    @property
     def remaining(self) -> int:
         return self.workspace.tokens - self.workspace.filled
 
@@ -59,17 +64,15 @@ class PrefillDone:
 
 
 class PrefillEngine:
-    """Chunked prefill of several prompts at once, bounded by a token budget per step and by workspace bytes."""
+    """Chunked prefill of several prompts at once; `chunk_tokens` bounds the tokens of one step."""
 
-    def __init__(self, model: Model, *, chunk_tokens: int = 1024, workspace_bytes: int = 4 << 30) -> None:
-        """`chunk_tokens`: most tokens of one step; `workspace_bytes`: most full KV in memory at once (one prompt always fits)."""
+    def __init__(self, model: Model, *, chunk_tokens: int = 1024) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
-        self.workspace_bytes = workspace_bytes
         self._lock = threading.Lock()
         self._running: list[PrefillJob] = []
         self._orders = 0
-        self._aborted: set[str] = set()
+        self._aborted: set[tuple[str, int]] = set()
 
     def open_workspace(self, request: GenerationRequest) -> Workspace:
         """Room for a prompt's full KV. Raises `ContextOverflow` naming both numbers."""
@@ -89,12 +92,6 @@ class PrefillEngine:
             return tokens
         return max(1, query_window(request.recipe, tokens))
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a prompt of that length may start now without passing the workspace bound."""
-        with self._lock:
-            held = sum(job.workspace.nbytes for job in self._running)
-            return not self._running or held + tokens * self.model.spec.kv_bytes_per_token <= self.workspace_bytes
-
     def add(self, job: PrefillJob) -> None:
         """Take a job whose workspace holds `job.cached` tokens already (at most all but `must_compute`)."""
         assert job.cached == job.workspace.filled <= job.workspace.tokens - self.must_compute(job.request)
@@ -103,10 +100,16 @@ class PrefillEngine:
             self._orders += 1
             self._running.append(job)
 
-    def abort(self, request_id: str) -> None:
-        """Forget a job at the next step boundary; unknown ids are ignored (it may just have finished)."""
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Forget a job at the next step boundary; unknown ones are ignored (it may just have finished)."""
         with self._lock:
-            self._aborted.update(job.request.request_id for job in self._running if job.request.request_id == request_id)
+            self._aborted.add((request_id, attempt))
+
+    def fail_all(self) -> list[GenerationRequest]:
+        """Forget every job and name them: for a step that raised."""
+        with self._lock:
+            lost, self._running = [job.request for job in self._running], []
+        return lost
 
     @property
     def queued(self) -> int:
@@ -120,7 +123,7 @@ class PrefillEngine:
     def step(self) -> list[PrefillDone]:
         """Run one batch of chunks; → the prompts it finished. Returns at once when there is nothing to do."""
         with self._lock:
-            self._running = [job for job in self._running if job.request.request_id not in self._aborted]
+            self._running = [job for job in self._running if job.key not in self._aborted]
             self._aborted.clear()
             jobs = {job.order: job for job in self._running}
         plan = plan_prefill([PrefillNeed(job.order, job.remaining) for job in jobs.values()], self.chunk_tokens)

@@ -208,13 +208,13 @@ def _draw(scores: Floats, params: SamplingParams, point: float) -> int:
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends the others to exp(-inf) = 0
         weights = np.exp((ranked - ranked[0]) / params.temperature)
     cumulative = np.cumsum(weights)
-    kept = int(np.count_nonzero(weights))
+    kept = weights.size
     if params.top_p < 1:
         kept = min(kept, 1 + int(np.searchsorted(cumulative, params.top_p * cumulative[-1])))
     if params.min_p > 0:  # the likeliest token weighs 1, so min_p is relative to it as it stands
         kept = min(kept, int(np.count_nonzero(weights >= params.min_p)))
-    chosen = int(np.searchsorted(cumulative[:kept], point * cumulative[kept - 1], side="right"))
-    return int(order[min(chosen, kept - 1)])
+    # `point` is at most 1 - 2**-53, so the product stays below the last sum and no weightless token is found.
+    return int(order[np.searchsorted(cumulative[:kept], point * cumulative[kept - 1], side="right")])
 
 
 def _descending(scores: Floats) -> npt.NDArray[np.int64]:

@@ -18,7 +18,16 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent / "native"
-_BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
+_BASE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+)
 _TIMEOUT_S = 300
 
 
@@ -29,7 +38,10 @@ class BuildFailed(Exception):
 def cache_root() -> Path:
     """Where built libraries live: $KVTIDE_CACHE or ~/.cache/kvtide, then `native`."""
     root = os.environ.get("KVTIDE_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "kvtide") / "native"
+    try:
+        return (Path(root) if root else Path.home() / ".cache" / "kvtide") / "native"
+    except RuntimeError as error:
+        raise BuildFailed(f"no folder to build in ({error}); set KVTIDE_CACHE to a writable one") from error
 
 
 def find_compiler() -> str:
@@ -58,7 +70,7 @@ def library(extra_flags: tuple[str, ...] = ()) -> Path:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     target = cache_root() / digest.hexdigest() / "kvtide_kernels.so"
-    if not target.exists():
+    if not os.path.exists(target):
         _build(compiler, sources, extra_flags, target)
     return target
 
@@ -67,20 +79,21 @@ def _build(compiler: str, sources: list[Path], extra_flags: tuple[str, ...], tar
     """Try flag sets from best to plainest; move the first result into place."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-")
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+            built = Path(folder) / target.name
+            for compile_flags, link_flags in _flag_sets():
+                flags = [*_BASE_FLAGS, *compile_flags, *extra_flags]
+                attempt = _compile_and_link(compiler, flags, link_flags, sources, built)
+                if attempt.returncode == 0:
+                    os.replace(built, target)
+                    return
     except OSError as error:
-        raise BuildFailed(f"cannot write {target.parent}: {error}; set KVTIDE_CACHE to a writable folder") from error
-    with work as folder:
-        built = Path(folder) / target.name
-        attempt = None
-        for compile_flags, link_flags in _flag_sets():
-            flags = [*_BASE_FLAGS, *compile_flags, *extra_flags]
-            attempt = _compile_and_link(compiler, flags, link_flags, sources, built)
-            if attempt.returncode == 0:
-                os.replace(built, target)
-                return
-        assert attempt is not None
-        raise BuildFailed(f"{compiler} failed: {_first_lines(attempt)}; install a C++17 compiler (g++ 11 or newer)")
+        raise BuildFailed(
+            f"cannot write {target.parent}: {error}; set KVTIDE_CACHE to a writable folder"
+        ) from error
+    raise BuildFailed(
+        f"{compiler} failed: {_first_lines(attempt)}; install a C++17 compiler (g++ 11 or newer)"
+    )
 
 
 def _flag_sets() -> list[tuple[list[str], list[str]]]:
@@ -137,5 +150,7 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     names = ("flags", "Features", "CPU part")
     lines = info.read_text().splitlines() if info.exists() else []
-    features = sorted({line.split(":", 1)[1].strip() for line in lines if line.startswith(names) and ":" in line})
+    features = sorted(
+        {line.split(":", 1)[1].strip() for line in lines if line.startswith(names) and ":" in line}
+    )
     return "\n".join([platform.machine(), platform.processor(), *features])

@@ -13,7 +13,9 @@ from kernels.layout import PageLayout
 def check_pool(pool: torch.Tensor, layout: PageLayout) -> None:
     """The pool is a row-contiguous CPU byte matrix [num_pages, page_bytes]."""
     assert pool.dtype is torch.uint8 and pool.is_cpu, "pool must be a uint8 tensor on the CPU"
-    assert pool.dim() == 2 and pool.shape[1] == layout.page_bytes, f"pool is {tuple(pool.shape)}, want {layout}"
+    assert pool.dim() == 2 and pool.shape[1] == layout.page_bytes, (
+        f"pool is {tuple(pool.shape)}, want {layout}"
+    )
     assert pool.is_contiguous(), "pool rows must be contiguous"
 
 
@@ -53,4 +55,6 @@ def check_vectors(k: torch.Tensor, v: torch.Tensor, layout: PageLayout, lead: tu
 def check_span(tables: torch.Tensor, layout: PageLayout, start: int, stop: int) -> None:
     """Slots [start, stop) lie inside page lists int32[Hk,P]."""
     assert tables.dtype is torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
-    assert 0 <= start <= stop <= tables.shape[1] * layout.slots, f"slots [{start}, {stop}) leave the page list"
+    assert 0 <= start <= stop <= tables.shape[1] * layout.slots, (
+        f"slots [{start}, {stop}) leave the page list"
+    )

@@ -1,7 +1,7 @@
-"""The page operations for machines without a C++ compiler: plain torch, an order of magnitude above the reference.
+"""The page operations for machines without a C++ compiler, in plain torch.
 
-Pages are gathered into dense rows and the query heads of a group share one matrix product. Sequences are computed
-one by one, so that a result never depends on what else is in the batch.
+Pages are gathered into dense rows and the query heads of a group share one matrix product. Sequences are
+computed one by one, so that a result never depends on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def paged_decode_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.reference.paged_decode_attention`. Products in q's dtype, softmax in fp32."""
+    """See `kernels.reference.paged_decode_attention`. Computed in fp32 throughout."""
     check_pool(pool, layout)
     check_tables(tables, lengths, rows, q.shape[0])
     check_decode(q, layout, tables, starts, sinks)
@@ -51,28 +51,33 @@ def paged_decode_attention(
         assert longest <= tables.shape[2] * layout.slots, f"row {row}: slots leave the page table"
         first = start // layout.slots
         k, v, valid = _dense(pool, layout, tables[row], first, stops, start)
-        logits = (q[b].unflatten(0, (kv_heads, -1)) @ k.transpose(1, 2)).float() * scale
+        logits = q[b].float().unflatten(0, (kv_heads, -1)) @ k.transpose(1, 2) * scale
         if softcap > 0.0:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~valid[:, None], -torch.inf)
-        log_sum = torch.logsumexp(logits, dim=-1)
-        total = log_sum if grouped_sinks is None else torch.logaddexp(log_sum, grouped_sinks)
-        weights = torch.exp(logits - total[..., None]).to(q.dtype)
-        out[b] = (weights @ v).flatten(0, 1)
-        lse[b] = log_sum.flatten()
+        top = logits.amax(dim=-1, keepdim=True)
+        if grouped_sinks is not None:
+            top = torch.maximum(top, grouped_sinks[..., None])
+        # Dividing at the end keeps fp32 exact: subtracting a logsumexp would round every weight the same way.
+        weights = torch.exp(logits - top)
+        total = weights.sum(dim=-1, keepdim=True)
+        lse[b] = (top + torch.log(total)).flatten()
+        if grouped_sinks is not None:
+            total = total + torch.exp(grouped_sinks[..., None] - top)
+        out[b] = (weights @ v / total).flatten(0, 1)
     return out, lse
 
 
 def _dense(
     pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, first: int, stops: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [Hk,N,D] of pages `first` onwards of tables [Hk,P], and which of them count: bool[Hk,N]."""
+    """Keys and values f32[Hk,N,D] of pages `first` onwards of tables [Hk,P], and which count: bool[Hk,N]."""
     last = -(-int(stops.max()) // layout.slots)
     pages = tables[:, first:last]
     used = torch.arange(first, last) * layout.slots < stops[:, None]
     pages = torch.where(used, pages, pages[:, :1])
-    assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], "page outside the pool"
-    keys, values = (rows.flatten(1, 2) for rows in read_pages(pool, layout, pages))
+    assert int(pages.min()) >= 0 and int(pages.max()) < pool.shape[0], "page outside the pool"
+    keys, values = (rows.flatten(1, 2).float() for rows in read_pages(pool, layout, pages))
     slots = torch.arange(first * layout.slots, last * layout.slots)
     valid = (slots >= start) & (slots < stops[:, None])
     # Unused slots hold anything, NaN included, and 0 * NaN is NaN.
@@ -97,20 +102,32 @@ def append(
     check_vectors(k, v, layout, (rows.shape[0], tables.shape[1]))
     chosen = rows.long()
     slots = lengths[chosen].long()
-    assert bool(((slots >= 0) & (slots < tables.shape[2] * layout.slots)).all()), "no page for an appended slot"
+    assert bool(((slots >= 0) & (slots < tables.shape[2] * layout.slots)).all()), (
+        "no page for an appended slot"
+    )
     pages = tables[chosen].gather(2, (slots // layout.slots)[..., None])[..., 0]
     _write(pool, layout, pages.flatten(), (slots % layout.slots).flatten(), k.flatten(0, 1), v.flatten(0, 1))
 
 
 def scatter(
-    pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+    pool: torch.Tensor,
+    layout: PageLayout,
+    pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_slot: int = 0,
 ) -> None:
     """See `kernels.reference.scatter`."""
     scatter_heads(pool, layout, pages[None], k[None], v[None], first_slot)
 
 
 def scatter_heads(
-    pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+    pool: torch.Tensor,
+    layout: PageLayout,
+    tables: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_slot: int = 0,
 ) -> None:
     """See `kernels.reference.scatter_heads`."""
     check_pool(pool, layout)
@@ -134,7 +151,7 @@ def _write(
     """Write vectors k and v [m,D] to slot positions[m] of pages[m]."""
     if not pages.numel():
         return
-    assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], "page outside the pool"
+    assert int(pages.min()) >= 0 and int(pages.max()) < pool.shape[0], "page outside the pool"
     padding = (0, layout.padded_dim - layout.head_dim)
     k, v = torch.nn.functional.pad(k, padding), torch.nn.functional.pad(v, padding)
     data = pool[:, : layout.tiles * layout.tile_bytes].view(layout.dtype)

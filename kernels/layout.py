@@ -65,7 +65,9 @@ def page_layout(head_dim: int, dtype: torch.dtype, page_bytes: int) -> PageLayou
     """
     tile_bytes = min_page_bytes(head_dim, dtype)
     if page_bytes < tile_bytes:
-        raise ValueError(f"page_bytes must be at least {tile_bytes} for head_dim {head_dim} in {dtype}, got {page_bytes}")
+        raise ValueError(
+            f"page_bytes must be at least {tile_bytes} for head_dim {head_dim} in {dtype}, got {page_bytes}"
+        )
     if page_bytes % _ROW_ALIGNMENT:
         raise ValueError(f"page_bytes must be a multiple of {_ROW_ALIGNMENT}, got {page_bytes}")
     return PageLayout(

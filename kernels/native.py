@@ -1,13 +1,13 @@
 """The page operations in C++, called through ctypes, which releases the GIL while they run.
 
-Shapes and contracts: `kernels.reference`. The wrappers check shapes, strides and dtypes before memory is touched;
-the C++ side checks every row, length and page id it follows. Runs on torch.get_num_threads() threads.
+Shapes and contracts: `kernels.reference`. The wrappers check shapes, strides and dtypes before memory is
+touched; the C++ side checks every row, length and page id it follows. Runs on torch.get_num_threads() threads.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -17,23 +17,25 @@ from kernels import build
 from kernels.checks import check_decode, check_pool, check_span, check_tables, check_vectors
 from kernels.layout import PageLayout
 
-_DECODE = (
-    [c_void_p, c_void_p, c_void_p, c_int64, c_int64]  # out, lse, q and its strides
-    + [c_void_p, c_int64, c_int64, c_int, c_int]  # pool: pages, bytes per page, is bf16, head size
-    + [c_void_p, c_int64, c_int64, c_int64]  # tables, strides, pages per head
-    + [c_void_p, c_int64, c_void_p, c_int64, c_void_p]  # starts, lengths, rows
-    + [c_int, c_int, c_int, c_int]  # sequences, batch, kv heads, query heads per kv head
-    + [c_float, c_float, c_void_p, c_int]  # scale, softcap, sinks, threads
-)
-_APPEND = (
-    [c_void_p, c_int64, c_int64, c_int, c_int]
-    + [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p]  # tables, lengths, rows
-    + [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]  # sizes, k, v, strides
-)
-_MOVE = (
-    [c_int, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p, c_int64, c_int, c_int64, c_int64]
-    + [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int]  # k, v, strides, threads
-)
+_DECODE = [
+    *(c_void_p, c_void_p, c_void_p, c_int64, c_int64),  # out, lse, q and its strides
+    *(c_void_p, c_int64, c_int64, c_int, c_int),  # pool: pages, bytes per page, is bf16, head size
+    *(c_void_p, c_int64, c_int64, c_int64),  # tables, strides, pages per head
+    *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),  # starts, lengths, rows
+    *(c_int, c_int, c_int, c_int),  # sequences, batch, kv heads, query heads per kv head
+    *(c_float, c_float, c_void_p, c_int),  # scale, softcap, sinks, threads
+]
+_APPEND = [
+    *(c_void_p, c_int64, c_int64, c_int, c_int),  # pool
+    *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p),  # tables, lengths, rows
+    *(c_int, c_int, c_int),  # sequences, batch, kv heads
+    *(c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),  # k, v, strides
+]
+_MOVE = [
+    *(c_int, c_void_p, c_int64, c_int64, c_int, c_int),  # direction, pool
+    *(c_void_p, c_int64, c_int, c_int64, c_int64),  # tables, heads, slots
+    *(c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int),  # k, v, strides, threads
+]
 _COPY_PAGE = [c_void_p, c_int64, c_int64, c_int64, c_int64]
 _STATUS = ("", "a row outside the tables", "a length or start outside the pages", "a page outside the pool")
 
@@ -51,7 +53,7 @@ class NativeKernels:
         self._library.kvtide_isa.restype = ctypes.c_char_p
         self.isa: str = self._library.kvtide_isa().decode()
 
-    def _function(self, name: str, argtypes: list[type]) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    def _function(self, name: str, argtypes: Sequence[type]) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
         function = self._library[name]
         function.argtypes = argtypes
         function.restype = c_int
@@ -254,9 +256,8 @@ class NativeKernels:
         assert status == 0, _STATUS[status]
 
 
-@functools.cache
 def load(extra_flags: tuple[str, ...] = ()) -> NativeKernels:
-    """The native kernels of this machine, built on first use. BuildFailed: says why and what to install."""
+    """The native kernels of this machine, built unless cached on disk. BuildFailed: says why and what to install."""
     path = build.library(extra_flags)
     try:
         return NativeKernels(path)

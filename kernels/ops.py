@@ -95,7 +95,7 @@ class Kernels(Protocol):
     def copy_page(self, pool: torch.Tensor, src: int, dst: int) -> None: ...
 
 
-def _requested() -> str:
+def requested() -> str:
     """The environment's choice: KVTIDE_KERNELS is `native` (the default) or `torch`. ValueError otherwise."""
     choice = os.environ.get("KVTIDE_KERNELS", "native")
     if choice not in _CHOICES:
@@ -115,7 +115,7 @@ def choose(requested: str) -> tuple[str, Kernels]:
 
 @functools.cache
 def _chosen() -> tuple[str, Kernels]:
-    return choose(_requested())
+    return choose(requested())
 
 
 def implementation() -> str:
@@ -156,14 +156,24 @@ def append(
 
 
 def scatter(
-    pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+    pool: torch.Tensor,
+    layout: PageLayout,
+    pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_slot: int = 0,
 ) -> None:
     """Write canonical rows [n,D] into consecutive slots of one head's pages int32[p]."""
     _chosen()[1].scatter(pool, layout, pages, k, v, first_slot)
 
 
 def scatter_heads(
-    pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+    pool: torch.Tensor,
+    layout: PageLayout,
+    tables: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_slot: int = 0,
 ) -> None:
     """Write canonical rows [Hk,n,D] into consecutive slots of every head's pages int32[Hk,P]."""
     _chosen()[1].scatter_heads(pool, layout, tables, k, v, first_slot)

@@ -28,7 +28,9 @@ def _tiles(pool: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.
     return keys.transpose(2, 3), data[:, :, 1].view(layout.dtype).unflatten(2, (TILE, layout.padded_dim))
 
 
-def read_pages(pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_pages(
+    pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the pages' keys and values, each [..., slots, D] for int tensor pages[...], in slot order."""
     keys, values = _tiles(pool.index_select(0, pages.reshape(-1)), layout)
     shape = (*pages.shape, layout.slots, layout.padded_dim)
@@ -84,7 +86,9 @@ def paged_decode_attention(
             assert 0 <= start < stop <= tables.shape[2] * layout.slots, f"row {row}: slots [{start}, {stop})"
             first = start // layout.slots
             pages = tables[row, head, first : -(-stop // layout.slots)]
-            assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], f"row {row}: page outside the pool"
+            assert int(pages.min()) >= 0 and int(pages.max()) < pool.shape[0], (
+                f"row {row}: page outside the pool"
+            )
             keys, values = read_pages(pool, layout, pages)
             span = slice(start - first * layout.slots, stop - first * layout.slots)
             k, v = keys.flatten(0, 1)[span].double(), values.flatten(0, 1)[span].double()
@@ -123,14 +127,24 @@ def append(
 
 
 def scatter(
-    pool: torch.Tensor, layout: PageLayout, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+    pool: torch.Tensor,
+    layout: PageLayout,
+    pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_slot: int = 0,
 ) -> None:
     """Write canonical rows k and v [n,D] to slots first_slot .. first_slot + n of one head's pages int32[p]."""
     scatter_heads(pool, layout, pages[None], k[None], v[None], first_slot)
 
 
 def scatter_heads(
-    pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_slot: int = 0
+    pool: torch.Tensor,
+    layout: PageLayout,
+    tables: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_slot: int = 0,
 ) -> None:
     """`scatter` for every head at once: tables int32[Hk,P], k and v [Hk,n,D]."""
     check_pool(pool, layout)
@@ -173,7 +187,7 @@ def gather_heads(
         return
     first = start // layout.slots
     pages = tables[:, first : -(-stop // layout.slots)]
-    assert 0 <= int(pages.min()) and int(pages.max()) < pool.shape[0], "page outside the pool"
+    assert int(pages.min()) >= 0 and int(pages.max()) < pool.shape[0], "page outside the pool"
     keys, values = read_pages(pool, layout, pages)
     span = slice(start - first * layout.slots, stop - first * layout.slots)
     k_out.copy_(keys.flatten(1, 2)[:, span])

@@ -53,7 +53,6 @@ class Slab:
         _require_room(path, nbytes)
         fd = _open_owned(path)
         try:
-            os.fchmod(fd, _MODE)  # whatever the umask is
             _allocate(fd, path, nbytes)
             return cls(path, fd, nbytes, owner=True)
         except OSError:

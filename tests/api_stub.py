@@ -17,7 +17,6 @@ from deployments.api.backend import Readiness
 from deployments.api.card import ModelCard
 from deployments.api.settings import ApiSettings
 from engine.request import Event, FinishReason, GenerationRequest, PromptEvent, TokenEvent, TokenLogprob
-from policies.recipe import Recipe
 
 MODEL = "tiny"
 TEMPLATE = (
@@ -205,11 +204,8 @@ def events_of(response: httpx.Response) -> list[object]:
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     """Wait for `condition`, at most `within_s`."""
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-DEFAULT_RECIPE = Recipe()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import httpx2
 import openai
 import pytest
-from api_stub import MODEL, StubBackend, application, fail, say_hello, token_events
+from api_stub import MODEL, StubBackend, application, fail
 from fastapi import FastAPI
 
 from engine.errors import Overloaded, ReplicaLost
-from engine.request import FinishReason, TokenEvent
+from engine.request import TokenEvent
 
 ASK = [{"role": "user", "content": "hi"}]
 
@@ -119,15 +119,3 @@ async def test_the_api_key_is_checked() -> None:
             await client.chat.completions.create(model=MODEL, messages=ASK)
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
-
-
-async def test_a_length_finish() -> None:
-    async def script(request):  # type: ignore[no-untyped-def]
-        async for batch in say_hello(request):
-            if not isinstance(batch[0], TokenEvent):
-                yield batch
-        yield list(token_events(request, "hello world", finish=FinishReason.STOP))
-
-    async with openai_client(application(StubBackend(script))) as client:
-        answer = await client.chat.completions.create(model=MODEL, messages=ASK, max_completion_tokens=1)
-    assert answer.choices[0].finish_reason == "length"

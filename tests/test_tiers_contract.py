@@ -239,6 +239,16 @@ def test_the_tail_of_a_chain_goes_before_its_head(make):
         assert tier.longest_run(KEYS[:4]) == expected
 
 
+def test_a_read_leaves_the_head_of_its_chain_most_recent(make):
+    tier = make(3)
+    store(tier, [A, B])
+    store(tier, [C])
+    tier.complete_read(tier.prepare_read([A, B], "r").id)
+    for stranger, expected in ((10, 2), (11, 1)):
+        store(tier, [KEYS[stranger]])
+        assert tier.longest_run([A, B]) == expected
+
+
 def test_storing_a_longer_chain_keeps_the_shared_prefix_longest(make):
     tier = make(4)
     store(tier, KEYS[:2])

@@ -13,7 +13,11 @@ from kv_tiers.tier import UnknownLease
 
 SLOT_BYTES = 64
 KEYS = block_keys(Fingerprint(bytes(32)), range(10), 1)
-chains = st.lists(st.sampled_from(KEYS), max_size=6)
+# Mostly prefixes of two chains, as in service; sometimes anything.
+chains = st.one_of(
+    st.builds(lambda start, length: KEYS[start : start + length], st.sampled_from([0, 5]), st.integers(0, 5)),
+    st.lists(st.sampled_from(KEYS), max_size=6),
+)
 owners = st.sampled_from(["a", "b"])
 
 
@@ -60,10 +64,14 @@ class CpuTierMachine(RuleBasedStateMachine):
 
     @rule(keys=chains, owner=owners)
     def prepare_read(self, keys, owner):
+        self.begin_read(keys, owner)
+
+    def begin_read(self, keys, owner):
         lease = self.tier.prepare_read(keys, owner)
         run = next((i for i, key in enumerate(keys) if key not in self.place), len(keys))
         assert list(lease.entries) == [(key, self.place[key]) for key in keys[:run]]
         self.reads[lease.id] = (owner, list(lease.entries))
+        return lease.id
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
@@ -88,6 +96,9 @@ class CpuTierMachine(RuleBasedStateMachine):
 
     @rule(keys=chains, owner=owners)
     def prepare_write(self, keys, owner):
+        self.begin_write(keys, owner)
+
+    def begin_write(self, keys, owner):
         lease = self.tier.prepare_write(keys, owner)
         self.touch(keys)
         present, being_written, no_room, expected = [], [], [], []
@@ -115,6 +126,19 @@ class CpuTierMachine(RuleBasedStateMachine):
         assert (list(lease.being_written), list(lease.no_room)) == (being_written, no_room)
         assert set(entries.values()) <= {slot * SLOT_BYTES for slot in range(self.slots)}
         self.writes[lease.id] = (owner, keys, entries)
+        return lease.id
+
+    @rule(keys=chains, owner=owners)
+    def store(self, keys, owner):
+        lease = self.begin_write(keys, owner)
+        written = list(self.writes[lease][2])
+        assert list(self.tier.complete_write(lease, written)) == self.end_write(lease, written)
+
+    @rule(keys=chains, owner=owners)
+    def use(self, keys, owner):
+        lease = self.begin_read(keys, owner)
+        self.tier.complete_read(lease)
+        self.end_read(lease)
 
     @precondition(lambda self: self.writes)
     @rule(data=st.data())
@@ -187,6 +211,9 @@ class CpuTierMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         self.tier.check()
+        assert [key for key in KEYS if self.tier.longest_run([key])] == [
+            key for key in KEYS if key in self.place
+        ]
         stats = self.tier.stats()
         assert (stats.capacity, stats.free) == (self.slots, self.slots - len(self.taken()))
         assert stats.visible == len(self.place)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deployments.api.errors import BodyTooLarge
-from deployments.api.schemas import Neutral
+from deployments.api.schemas import NESTED, Neutral
 from engine.errors import InvalidRequest
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -96,15 +96,12 @@ def check_model(model: type[Model], fields: Mapping[str, object], known: frozens
 
 
 def _unknown_field(name: str, valid: list[str], known: frozenset[str], parent: str = "") -> InvalidRequest:
-    shown = ascii(name[:_SHOWN_NAME_CHARS])
-    near = difflib.get_close_matches(name[:_SHOWN_NAME_CHARS], [*valid, *known], n=3)
+    """`parent` is the path of the object that has the field, "" for the request itself."""
+    name = ascii(name[:_SHOWN_NAME_CHARS])[1:-1]  # it goes into a message and perhaps a log
+    path = f"{parent}.{name}" if parent else name
+    near = difflib.get_close_matches(name, [*valid, *known], n=3)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    text = (
-        f"Unknown field {shown}{' in ' + parent if parent else ''}.{hint} Valid fields: {', '.join(valid)}."
-    )
-    return InvalidRequest(
-        text, dotted((*([parent] if parent else []), ascii(name[:_SHOWN_NAME_CHARS])[1:-1]))
-    )
+    return InvalidRequest(f"Unknown field {path}.{hint} Valid fields: {', '.join(valid)}.", path)
 
 
 def dotted(loc: tuple[int | str, ...]) -> str:
@@ -120,8 +117,9 @@ def _complaint(model: type[BaseModel], first: ErrorDetails) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is required.", path)
     if first["type"] == "extra_forbidden":
-        parent = dotted(first["loc"][:-1])
-        return InvalidRequest(f"Unknown field {path}; it is not a field of {parent}.", path)
+        *parents, name = first["loc"]
+        valid_names = sorted(NESTED[str(parents[0])].model_fields)
+        return _unknown_field(str(name), valid_names, frozenset(), dotted(tuple(parents)))
     text = first["msg"][:1].lower() + first["msg"][1:]
     valid = valid_range(model, str(first["loc"][0]))
     return InvalidRequest(f"{path}: {text}{'; valid: ' + valid if valid else ''}.", path)

@@ -173,6 +173,9 @@ class CompletionRequest(Request):
     best_of: int | None = Field(default=None, ge=1, description="Only the value of n.")
 
 
+NESTED: dict[str, type[BaseModel]] = {"messages": Message, "stream_options": StreamOptions}
+"""Fields whose values have fields of their own."""
+
 _BOTH: Neutral = {
     "functions": (None, []),
     "function_call": (None, "none"),

@@ -4,17 +4,17 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
+// Tests reach the path of smaller machines anywhere with -DKVTIDE_WIDTH=4, which also drops the bf16 instructions.
+#if !defined(KVTIDE_WIDTH) && defined(__AVX512F__)
 #define KVTIDE_WIDTH 16
-#elif defined(__AVX2__)
+#elif !defined(KVTIDE_WIDTH) && defined(__AVX2__)
 #define KVTIDE_WIDTH 8
-#else
+#elif !defined(KVTIDE_WIDTH)
 #define KVTIDE_WIDTH 4
 #endif
 
-// -DKVTIDE_PORTABLE leaves the bf16 dot product instructions out, so that tests reach the other path anywhere.
-#if defined(__AVX512BF16__) && defined(__AVX512F__) && !defined(KVTIDE_PORTABLE)
+#if KVTIDE_WIDTH == 16 && defined(__AVX512BF16__)
+#include <immintrin.h>
 #define KVTIDE_DPBF16 1
 #else
 #define KVTIDE_DPBF16 0

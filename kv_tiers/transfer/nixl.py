@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import logging.config
 import os
 import secrets
 import sys
@@ -56,13 +57,17 @@ def _load_api() -> ModuleType:
         os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    raise_exceptions = logging.raiseExceptions
+    # Importing nixl configures logging for the whole process: it closes everyone's handlers (a
+    # MemoryHandler loses its target) and turns logging.raiseExceptions off. Without its own handler its
+    # records go to the root logger.
+    configure, raise_exceptions = logging.config.dictConfig, logging.raiseExceptions
+    logging.config.dictConfig = lambda config: None
     try:
         for package in _PACKAGES:
             if importlib.util.find_spec(package):
                 return importlib.import_module(f"{package}._api")
     finally:
-        logging.raiseExceptions = raise_exceptions  # importing nixl turns it off for the whole process
+        logging.config.dictConfig, logging.raiseExceptions = configure, raise_exceptions
     raise ImportError(unavailable())
 
 

@@ -225,13 +225,14 @@ class Puller:
 
     def _finish(self, peer: _Peer, read: Read, watch: _Watch) -> None:
         """Wait for a read. The first looks are close together (copies over CMA are done already)."""
-        pause, looked = 20e-6, self._clock()
+        pause, waited = 20e-6, 0.0
         while (step := read.state()) is Step.PENDING:
             time.sleep(pause)
+            waited += pause
             pause = min(pause * 1.5, 500e-6)
-            if self._clock() - looked >= _LOOK_S:
+            if waited >= _LOOK_S:
                 watch.look(read)
-                looked = self._clock()
+                waited = 0.0
         read.close()
         if step is Step.LOST:
             raise _GivenUp(Outcome.PEER_LOST, "the source is gone")
@@ -266,14 +267,13 @@ class Puller:
 
     def _enter(self, ticket: Ticket) -> tuple[_Peer | None, Step]:
         """The ticket's peer, connected and in use by one more call; None and why when out of reach."""
+        peer = self._join(ticket.peer)
+        if peer is not None:
+            return peer, Step.DONE
         with self._connecting:
-            with self._lock:
-                if ticket.peer in self._peers:
-                    self._drop_if_unused(ticket.peer)  # a doomed one is connected anew
-                if ticket.peer in self._peers:
-                    peer = self._peers[ticket.peer]
-                    peer.users += 1
-                    return peer, Step.DONE
+            peer = self._join(ticket.peer)
+            if peer is not None:
+                return peer, Step.DONE
             step = self._wire.connect(ticket)
             if step is not Step.DONE:
                 return None, step
@@ -285,6 +285,16 @@ class Puller:
                         other.doomed = True
                         self._drop_if_unused(other_id)
             return peer, Step.DONE
+
+    def _join(self, peer_id: PeerId) -> _Peer | None:
+        """One more call at work with a peer that is connected already."""
+        with self._lock:
+            if peer_id in self._peers:
+                self._drop_if_unused(peer_id)  # a doomed one is connected anew
+            peer = self._peers.get(peer_id)
+            if peer is not None:
+                peer.users += 1
+            return peer
 
     def _leave(self, peer_id: PeerId, peer: _Peer) -> None:
         with self._lock:

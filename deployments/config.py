@@ -1,0 +1,153 @@
+"""Everything a user can set, as one checked model. `kvtide config` prints it resolved.
+
+`serve run deployments:app key=value …` validates these fields; so do `kvtide serve` and `serve.yaml` (`args:`).
+"""
+
+import os
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from deployments.api.settings import ApiSettings
+from policies.recipe import Recipe, RecipeError, make_recipe
+
+GIB = 1 << 30
+
+
+class AppArgs(BaseModel):
+    """Options of one kvtide application. Times are seconds; sizes say their unit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("demo", description="'demo', a Hugging Face model id, a local folder, or a GGUF file.")
+    served_name: str | None = Field(None, description="Name in the API; by default the model's own.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="Compute and KV type; auto: the checkpoint's."
+    )
+    max_context: int | None = Field(None, ge=16, description="Tokens of context served; by default the model's own.")
+
+    policy: str = Field("full", description="Default eviction policy of requests that name none.")
+    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Tokens (int) or fraction of the prompt (0-1) kept per kv head by the default policy."
+    )
+    window: int | None = Field(None, ge=1, description="Observation window of the default policy, in tokens.")
+    kernel: int | None = Field(None, ge=1, description="Pooling kernel of the default policy (odd).")
+    pool: Literal["avg", "max"] | None = Field(None, description="Pooling of the default policy.")
+    sinks: int | None = Field(None, ge=0, description="First tokens that the default policy always keeps.")
+
+    gateway_replicas: int = Field(1, ge=1, le=64, description="HTTP gateways.")
+    prefill_replicas: int = Field(1, ge=1, le=1024, description="Replicas of the prefill pool.")
+    decode_replicas: int = Field(1, ge=1, le=1024, description="Replicas of the decode pool.")
+    threads: int | None = Field(
+        None, ge=1, le=512, description="Compute threads per replica; by default the cores shared out evenly."
+    )
+    prefill_resources: dict[str, float] = Field(
+        {}, description='Custom Ray resources of a prefill replica, e.g. {"prefill": 1}.'
+    )
+    decode_resources: dict[str, float] = Field({}, description="Custom Ray resources of a decode replica.")
+
+    chunk_tokens: int = Field(1024, ge=16, le=65536, description="Most prompt tokens computed in one prefill step.")
+    workspace_gib: float = Field(4.0, gt=0, description="Most full prompt KV in memory at once per prefill replica.")
+    pool_gib: float = Field(2.0, gt=0, description="Page pool of a decode replica.")
+    max_sequences: int = Field(32, ge=1, le=1024, description="Sequences decoded at once per decode replica.")
+    max_queued: int = Field(128, ge=0, description="Requests that may wait per replica; beyond it 429.")
+    staging_gib: float | None = Field(
+        None, gt=0, description="Transfer memory per replica; by default twice a full context, at least 256 MiB."
+    )
+    transport: Literal["auto", "nixl"] = Field("auto", description="How survivors are shipped between replicas.")
+    ticket_ttl_s: float = Field(30.0, gt=0, le=3600, description="Lifetime of a transfer ticket nobody ends.")
+    attempts: int = Field(4, ge=1, le=20, description="Times a request is started before it is given up.")
+
+    block_tokens: int = Field(16, ge=1, le=1024, description="Tokens per KV block in the tiers.")
+    cpu_tier_gib: float = Field(1.0, ge=0, description="CPU tier per node; 0: no prefix reuse.")
+    cpu_tier_folder: str | None = Field(None, description="Folder of the CPU tier's memory file; default: /dev/shm.")
+
+    deadline_s: float = Field(600.0, gt=0, description="Longest time from arrival to first token.")
+    slow_reader_timeout_s: float = Field(30.0, gt=0, description="A client that takes nothing this long is cut off.")
+    max_n: int = Field(16, ge=1, le=128, description="Largest n of a request.")
+    api_key: SecretStr | None = Field(None, description="When set, /v1 needs `Authorization: Bearer <key>`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def unknown_options_name_the_valid_ones(cls, given: object) -> object:
+        unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; valid options: {', '.join(cls.model_fields)}")
+        return given
+
+    @model_validator(mode="after")
+    def default_recipe_is_valid(self) -> Self:
+        try:
+            _ = self.recipe
+        except RecipeError as error:
+            raise ValueError(f"{error.field}: {error}") from error
+        return self
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of requests without a `kv` field."""
+        return make_recipe(
+            policy=self.policy,
+            budget=self.budget,
+            window=self.window,
+            kernel=self.kernel,
+            pool=self.pool,
+            sinks=self.sinks,
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_name or os.path.basename(self.model.rstrip("/")).removesuffix(".gguf")
+
+    def threads_per_replica(self, cores: int) -> int:
+        """Compute threads of a prefill or decode replica on a machine of that many cores."""
+        return self.threads or max(1, cores // (self.prefill_replicas + self.decode_replicas))
+
+    def api_settings(self) -> ApiSettings:
+        """The HTTP edge's part."""
+        return ApiSettings(
+            slow_reader_timeout_s=self.slow_reader_timeout_s,
+            deadline_s=self.deadline_s,
+            max_n=self.max_n,
+            api_key=self.api_key,
+        )
+
+
+class ResolvedConfig(BaseModel):
+    """What the options come to on this machine: printed by `kvtide config`."""
+
+    options: AppArgs
+    default_recipe: str
+    served_name: str
+    cores: int
+    threads_per_replica: int
+    environment: dict[str, str]
+
+
+def cluster_environment() -> dict[str, str]:
+    """Environment that a local cluster is started with, unless the user has set it otherwise.
+
+    Ray's token authentication must be named explicitly, or commands that join the cluster later are refused; HAProxy
+    and throughput mode are several times faster per streamed token (PLATFORM.md section 2).
+    """
+    defaults = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def resolve(options: AppArgs) -> ResolvedConfig:
+    """Resolve options on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ResolvedConfig(
+        options=options,
+        default_recipe=options.recipe.recipe_id,
+        served_name=options.name,
+        cores=cores,
+        threads_per_replica=options.threads_per_replica(cores),
+        environment=cluster_environment(),
+    )

@@ -1,0 +1,75 @@
+"""A thread that runs an engine: step while there is work, sleep while there is none, report what happened."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+_log = logging.getLogger("kvtide.engine")
+
+
+class EngineLoop(Generic[Result]):
+    """Calls `step` in one thread for as long as `busy` says so; `wake` after giving it work.
+
+    `deliver` receives each step's results, `fail` an exception that a step raised; both are called in the thread. An
+    engine whose step raised lost its requests (`fail` says so to them) but may serve new ones; after
+    `FAILURES_IN_A_ROW` such steps it is `broken`, for a health check to see.
+    """
+
+    FAILURES_IN_A_ROW = 3
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], list[Result]],
+        busy: Callable[[], bool],
+        deliver: Callable[[list[Result]], None],
+        fail: Callable[[Exception], None],
+        threads: int,
+    ) -> None:
+        self._step, self._busy, self._deliver, self._fail = step, busy, deliver, fail
+        self._threads = threads
+        self._condition = threading.Condition()
+        self._stopping = False
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the engine cannot be trusted any more."""
+        return self._failures >= self.FAILURES_IN_A_ROW or not self._thread.is_alive()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        with self._condition:
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """End the thread after the running step and wait for it."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps this per calling thread
+        while True:
+            with self._condition:
+                while not self._stopping and not self._busy():
+                    self._condition.wait()
+                if self._stopping:
+                    return
+            try:
+                results = self._step()
+            except Exception as error:  # whatever it was, its requests must hear of it
+                self._failures += 1
+                _log.exception("a step failed (%d in a row)", self._failures)
+                self._fail(error)
+                continue
+            self._failures = 0
+            if results:
+                self._deliver(results)
