@@ -41,6 +41,9 @@ class AppArgs(BaseModel):
     threads: int | None = Field(
         None, ge=1, le=512, description="Compute threads per replica; by default the cores shared out evenly."
     )
+    replica_cpus: float = Field(
+        0, ge=0, description="Ray CPUs that a replica asks for; 0: replicas share the node, threads are set by `threads`."
+    )
     prefill_resources: dict[str, float] = Field(
         {}, description='Custom Ray resources of a prefill replica, e.g. {"prefill": 1}.'
     )

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -139,7 +140,7 @@ def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model
     register_attention()
     chosen = choose_dtype(dtype, config.dtype)
     network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
-    return wrap_model(network, end_tokens_of(network, path), block_tokens)
+    return wrap_model(network, end_tokens_of(path), block_tokens)
 
 
 def wrap_model(network: nn.Module, end_tokens: frozenset[int], block_tokens: int = 16) -> Model:
@@ -179,19 +180,24 @@ def choose_dtype(asked: str, stored: torch.dtype | str | None) -> torch.dtype:
     return DTYPES[asked]
 
 
-def end_tokens_of(network: nn.Module, path: Path) -> frozenset[int]:
-    """Every token that ends a text: generation config, model config and tokenizer agree less often than one hopes."""
+def end_tokens_of(path: Path) -> frozenset[int]:
+    """Every token that ends a text, from a model folder: generation config, model config and tokenizer together.
+
+    They agree less often than one hopes, and a text that runs past its end is worse than one that stops at any of them.
+    """
     found: set[int] = set()
-    for source in (network.generation_config, network.config):
-        value = getattr(source, "eos_token_id", None)
+    for name in ("generation_config.json", "config.json"):
+        value = _json(path / name).get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
-    special = path / "tokenizer_config.json"
-    if special.exists():
-        name = json.loads(special.read_text()).get("eos_token")
-        name = name.get("content") if isinstance(name, dict) else name
-        tokens = json.loads((path / "tokenizer.json").read_text()) if (path / "tokenizer.json").exists() else {}
-        found.update(t["id"] for t in tokens.get("added_tokens", []) if t["content"] == name)
+    name = _json(path / "tokenizer_config.json").get("eos_token")
+    text = name.get("content") if isinstance(name, dict) else name
+    added = _json(path / "tokenizer.json").get("added_tokens", [])
+    found.update(token["id"] for token in added if token["content"] == text)
     return frozenset(found)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _fingerprint(network: nn.Module, dtype: torch.dtype, blocks: BlockLayout) -> Fingerprint:

@@ -109,6 +109,16 @@ async def say_hello(request: GenerationRequest) -> AsyncGenerator[list[Event], N
         yield list(step)
 
 
+async def endless(request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
+    """Never finishes; 20 kB of text per batch."""
+    yield [prompt_event(request)]
+    index = 0
+    while True:
+        yield [TokenEvent(0, index, 5, "x" * 20_000)]
+        index += 1
+        await asyncio.sleep(0)
+
+
 def say(*batches: Sequence[Event]) -> Script:
     """A prompt event, then these batches."""
 

@@ -233,7 +233,7 @@ class CpuTierMachine(RuleBasedStateMachine):
 
 
 TestCpuTier = CpuTierMachine.TestCase
-TestCpuTier.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestCpuTier.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 64), (4, 0)])

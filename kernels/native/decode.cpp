@@ -15,6 +15,10 @@ namespace kvtide {
 namespace {
 
 constexpr int64_t SPLIT = 512;
+#ifndef AH
+#define AH 4
+#endif
+constexpr int64_t AHEAD = AH;  // tiles
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // Grow-only 64-byte aligned memory, one per thread and use: a decode step allocates nothing.
@@ -99,16 +103,14 @@ public:
         clean[1] = take<E>(at, f.value_offset);
     }
 
-    int run(const Task& task, const Partial& part) {
-        const int64_t row = c.rows[task.b];
-        table = c.tables + row * c.table_row + task.head * c.table_head;
-        const int64_t start = c.starts[row * c.start_stride], stop = c.lengths[row * c.length_row + task.head];
-        last_tile = (stop - 1) / TILE;
-        const int64_t base = (task.first_split + task.split) * SPLIT;
-        const int64_t begin = std::max(start, base), end = std::min(stop, base + SPLIT);
-        const int64_t first_page = begin / f.slots(), last_page = (end - 1) / f.slots();
-        for (int64_t page = first_page; page <= last_page; ++page)
-            if (table[page] < 0 || table[page] >= c.num_pages) return BAD_PAGE;
+    // Computes one task into part. `next` is what this thread computes afterwards, or null: its first tiles are
+    // brought into the cache while this task ends.
+    int run(const Task& task, const Task* next, const Partial& part) {
+        now = span_of(task);
+        after = next ? span_of(*next) : now;
+        const int64_t begin = now.begin, end = now.end;
+        for (int64_t page = begin / f.slots(); page <= (end - 1) / f.slots(); ++page)
+            if (now.table[page] < 0 || now.table[page] >= c.num_pages) return BAD_PAGE;
         load_query(task);
         std::fill(part.top, part.top + c.group, NEG_INF);
         std::fill(lane_sums, lane_sums + c.group * LANES, 0.0f);
@@ -125,10 +127,30 @@ private:
         return memory;
     }
 
-    const E* tile_at(int64_t index) const {
+    // The slots of a task and the page list they lie in.
+    struct Span {
+        const int32_t* table;
+        int64_t begin, end;
+    };
+
+    Span span_of(const Task& task) const {
+        const int64_t row = c.rows[task.b], base = (task.first_split + task.split) * SPLIT;
+        const int64_t start = c.starts[row * c.start_stride], stop = c.lengths[row * c.length_row + task.head];
+        return {c.tables + row * c.table_row + task.head * c.table_head, std::max(start, base),
+                std::min(stop, base + SPLIT)};
+    }
+
+    const E* tile_at(const int32_t* table, int64_t index) const {
         const uint32_t tile = (uint32_t)index, page = tile / (uint32_t)f.tiles;
         return reinterpret_cast<const E*>(c.pool + table[page] * f.page_bytes) +
                (tile - page * f.tiles) * f.tile_elements;
+    }
+
+    // The tile to prefetch while tile `index` is computed: AHEAD tiles later, in this task or the one after it.
+    const E* tile_ahead(int64_t index) const {
+        const int64_t own = index + AHEAD, over = own - ((now.end - 1) / TILE + 1);
+        if (over < 0) return tile_at(now.table, own);
+        return tile_at(after.table, std::min(after.begin / TILE + over, (after.end - 1) / TILE));
     }
 
     void load_query(const Task& task) {
@@ -148,8 +170,8 @@ private:
         const int64_t first = begin / TILE, count = (end - 1) / TILE + 1 - first;
         const E *keys[CHUNK_TILES], *vals[CHUNK_TILES], *next_keys[CHUNK_TILES], *next_vals[CHUNK_TILES];
         for (int64_t n = 0; n < count; ++n) {
-            const E* next = tile_at(std::min(first + n + CHUNK_TILES, last_tile));
-            keys[n] = tile_at(first + n), next_keys[n] = next;
+            const E* next = tile_ahead(first + n);
+            keys[n] = tile_at(now.table, first + n), next_keys[n] = next;
             vals[n] = keys[n] + f.value_offset, next_vals[n] = next + f.value_offset;
         }
         const int lead = (int)(begin - first * TILE), trail = (int)((first + count) * TILE - end);
@@ -229,8 +251,7 @@ private:
 
     const Call& c;
     const Format<E>& f;
-    const int32_t* table = nullptr;
-    int64_t last_tile = 0;
+    Span now{}, after{};
     Operand<E>* q;
     float* scores;
     Operand<E>* weights;
@@ -311,9 +332,11 @@ int decode(const Call& c) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Worker<E> worker(c, f);
-        for (int64_t n = next++; n < tasks; n = next++) {
-            const Task& task = list[n];
-            if (const int bad = worker.run(task, Partial(partials + n * stride, c.group))) status = bad;
+        // Each thread takes a task ahead of the one it computes, to know what to prefetch.
+        for (int64_t n = next++, then = 0; n < tasks; n = then) {
+            then = next++;
+            const Task &task = list[n], *follower = then < tasks ? list + then : nullptr;
+            if (const int bad = worker.run(task, follower, Partial(partials + n * stride, c.group))) status = bad;
             if (--left[(int64_t)task.b * c.heads + task.head] == 0)
                 merge(c, f, task, partials + (n - task.split) * stride, stride);
         }

@@ -1,0 +1,101 @@
+"""`kvtide`: serve, generate, config, fetch."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from deployments.config import AppArgs, resolve
+from engine.environment import refuse_foreign_kernels
+from engine.errors import KvtideError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; → exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        refuse_foreign_kernels()
+        options = parse_options(parsed.options)
+        run = {"serve": _serve, "generate": _generate, "config": _config, "fetch": _fetch}[parsed.command]
+        return run(options, parsed)
+    except (ValidationError, ValueError) as error:
+        print(f"kvtide: {_explain(error)}", file=sys.stderr)
+        return 2
+    except (KvtideError, RuntimeError) as error:
+        print(f"kvtide: {error}", file=sys.stderr)
+        return 1
+
+
+def parse_options(words: Sequence[str]) -> AppArgs:
+    """`name=value` words to checked options, as `serve run deployments:app name=value …` takes them.
+
+    Values of structured options are JSON. Raises ValueError naming the word or the valid options.
+    """
+    given: dict[str, object] = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise ValueError(f"{word!r} is not name=value; valid options: {', '.join(AppArgs.model_fields)}")
+        given[name] = json.loads(value) if value.startswith("{") else value
+    return AppArgs.model_validate(given)
+
+
+def _explain(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    lines = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        lines.append(f"{place}: {problem['msg']}" if place else problem["msg"].removeprefix("Value error, "))
+    return "; ".join(lines)
+
+
+def _serve(options: AppArgs, parsed: argparse.Namespace) -> int:
+    from deployments.launch import launch
+
+    return launch(options, parsed.options, host=parsed.host, port=parsed.port)
+
+
+def _config(options: AppArgs, parsed: argparse.Namespace) -> int:
+    print(resolve(options).model_dump_json(indent=2))
+    return 0
+
+
+def _fetch(options: AppArgs, parsed: argparse.Namespace) -> int:
+    from engine.weights import ensure_weights
+
+    print(ensure_weights(options.model, progress=True))
+    return 0
+
+
+def _generate(options: AppArgs, parsed: argparse.Namespace) -> int:
+    from deployments.offline import generate
+
+    text = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    generate(options, text, chat=parsed.chat, max_tokens=parsed.max_tokens, temperature=parsed.temperature)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvtide", description="Long-context LLM serving in which evicting KV loses nothing.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="run the service on this machine and print its URL")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (HAProxy mode listens on all)")
+    serve.add_argument("--port", type=int, default=int(os.environ.get("KVTIDE_PORT", "8000")))
+    generate = commands.add_parser("generate", help="run one prompt through the engine alone, without Ray")
+    generate.add_argument("--prompt", required=True, help="the text, or - for standard input")
+    generate.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    commands.add_parser("config", help="print the resolved configuration")
+    commands.add_parser("fetch", help="get the model's weights and print their folder")
+    for command in commands.choices.values():
+        command.add_argument("options", nargs="*", metavar="name=value", help="options; see `kvtide config`")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The three Serve deployments: thin shells around the plain services."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+import torch
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.api.application import build_application
+from deployments.api.backend import Readiness
+from deployments.api.card import ModelCard
+from deployments.config import GIB, AppArgs, resolve
+from deployments.decode_service import DecodeService
+from deployments.directory import directory_actor
+from deployments.node import AgentTier, node_agent
+from deployments.prefill_service import PrefillService
+from deployments.reply import PrefillReply
+from deployments.shipping import open_endpoint, staging_bytes
+from deployments.telemetry import report_for_ever
+from engine.batch import DecodeEngine
+from engine.environment import refuse_foreign_kernels
+from engine.errors import Overloaded, ReplicaLost
+from engine.model import Model, end_tokens_of, load_model
+from engine.pool import PagePool, pool_page_bytes
+from engine.prefill import PrefillEngine
+from engine.prefix import PrefixCache
+from engine.request import Event, GenerationRequest
+from engine.text import TokenPieces
+from engine.weights import ensure_weights
+from kv_tiers.slab import Slab
+
+_log = logging.getLogger("kvtide.replica")
+
+
+def _open_model(args: AppArgs) -> tuple[Model, int]:
+    """Load the model with this replica's share of threads; → model and thread count."""
+    refuse_foreign_kernels()
+    threads = resolve(args).threads_per_replica
+    torch.set_num_threads(threads)
+    model = load_model(ensure_weights(args.model), args.dtype, args.block_tokens)
+    if args.max_context is not None and args.max_context < model.spec.context_length:
+        model.spec = replace(model.spec, context_length=args.max_context)
+    return model, threads
+
+
+def _replica() -> tuple[str, str]:
+    """(application, this replica's unique name)."""
+    context = serve.get_replica_context()
+    return context.app_name, f"{context.deployment}:{context.replica_id.unique_id}"
+
+
+class Prefill:
+    """Prefill pool: prompts in, tickets out."""
+
+    async def __init__(self, args: AppArgs) -> None:
+        model, threads = await asyncio.to_thread(_open_model, args)
+        application, name = _replica()
+        endpoint = open_endpoint(name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), "auto")
+        self._service = PrefillService(
+            PrefillEngine(model, chunk_tokens=args.chunk_tokens),
+            endpoint,
+            await self._prefix(args, model, application, name),
+            threads=threads,
+            max_queued=args.max_queued,
+            workspace_bytes=int(args.workspace_gib * GIB),
+            ticket_ttl_s=args.ticket_ttl_s,
+        )
+        self._telling = asyncio.create_task(report_for_ever(application, name, self._service.stats))
+
+    async def prefill(self, request: GenerationRequest) -> PrefillReply:
+        return await self._service.prefill(request)
+
+    async def check_health(self) -> None:
+        self._service.health()
+
+    async def __del__(self) -> None:
+        self._telling.cancel()
+        await self._service.close()
+
+    async def _prefix(self, args: AppArgs, model: Model, application: str, name: str) -> PrefixCache | None:
+        nbytes = int(args.cpu_tier_gib * GIB)
+        if nbytes < model.spec.blocks.nbytes:
+            return None
+        agent = node_agent(application, model.spec.blocks.nbytes, nbytes, args.cpu_tier_folder)
+        slab = await asyncio.to_thread(Slab.attach, Path(await agent.slab_path.remote()))
+        node = ray.get_runtime_context().get_node_id()
+        return PrefixCache(model.spec, AgentTier(agent, directory_actor(application), node), slab, name)
+
+
+class PrefillPool:
+    """`PrefillClient` over the deployment handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def prefill(self, request: GenerationRequest) -> PrefillReply:
+        response = self._handle.prefill.remote(request)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except BackPressureError as error:
+            raise Overloaded("the prefill pool's queue is full") from error
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise ReplicaLost(f"the prefill replica died: {type(error).__name__}") from error
+
+
+class Decode:
+    """Decode pool: asks prefill, pulls survivors, streams tokens."""
+
+    async def __init__(self, args: AppArgs, prefill: DeploymentHandle) -> None:
+        model, threads = await asyncio.to_thread(_open_model, args)
+        application, name = _replica()
+        spec = model.spec
+        pages = max(1, int(args.pool_gib * GIB) // pool_page_bytes(spec))
+        engine = DecodeEngine(model, PagePool(spec, pages, args.max_sequences, spec.context_length))
+        tokenizer = await asyncio.to_thread(_tokenizer, args)
+        self._service = DecodeService(
+            engine,
+            TokenPieces(tokenizer),
+            open_endpoint(name, staging_bytes(spec, spec.context_length, args.staging_gib), "auto"),
+            PrefillPool(prefill),
+            threads=threads,
+            max_requests=args.max_sequences + args.max_queued,
+            attempts=args.attempts,
+        )
+        self._telling = asyncio.create_task(report_for_ever(application, name, self._service.stats))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
+        stream = self._service.generate(request)
+        try:
+            async for batch in stream:
+                yield batch
+        finally:
+            await stream.aclose()
+
+    async def check_health(self) -> None:
+        self._service.health()
+
+    async def __del__(self) -> None:
+        self._telling.cancel()
+        await self._service.close()
+
+
+def _tokenizer(args: AppArgs):  # type: ignore[no-untyped-def]  # a transformers class, imported lazily
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ensure_weights(args.model))
+
+
+class DecodePool:
+    """`Backend` over the decode deployment's handle."""
+
+    def __init__(self, handle: DeploymentHandle, application: str, attempts: int) -> None:
+        self._handle = handle.options(stream=True)
+        self._application = application
+        self._attempts = attempts
+        self._directory = directory_actor(application)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
+        """Events of the decode replica; a replica that dies before its first event is replaced unseen."""
+        for attempt in range(self._attempts):
+            # Attempt numbers of the decode side's own retries lie between two of ours.
+            stream = self._handle.generate.remote(replace(request, attempt=attempt * 1000))
+            started = False
+            try:
+                async for batch in stream:
+                    started = True
+                    yield batch
+                return
+            except BackPressureError as error:
+                raise Overloaded("the decode pool's queue is full") from error
+            except (RayActorError, DeploymentUnavailableError) as error:
+                if started or attempt + 1 == self._attempts:
+                    raise ReplicaLost(f"the decode replica died: {type(error).__name__}") from error
+                _log.warning("decode of %s was lost before its first token", request.request_id)
+                await asyncio.sleep(0.5)
+            finally:
+                stream.cancel()
+
+    async def ready(self) -> Readiness:
+        """Ready when a replica of each pool has reported within its lease."""
+        reports = await self.stats()
+        counts = {pool: sum(name.startswith(f"{pool}:") for name in reports) for pool in ("Prefill", "Decode")}
+        detail = {pool.lower(): f"{count} alive" for pool, count in counts.items()}
+        return Readiness(all(counts.values()), detail)
+
+    async def stats(self) -> Mapping[str, Mapping[str, float]]:
+        try:
+            stats = await self._directory.stats.remote()
+        except RayError:
+            self._directory = directory_actor(self._application)
+            stats = await self._directory.stats.remote()
+        directory = {"directory_nodes": float(stats.nodes), "directory_blocks": float(stats.keys)}
+        return {**stats.reports, "directory": directory}
+
+
+@serve.ingress()
+class Gateway:
+    """HTTP ingress: the OpenAI API over the decode pool."""
+
+    def __init__(self, args: AppArgs, decode: DeploymentHandle) -> None:
+        application, _ = _replica()
+        self._args = args
+        self._backend = DecodePool(decode, application, args.attempts)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_application(self._backend, model_card(self._args), self._args.api_settings())
+
+
+def model_card(args: AppArgs) -> ModelCard:
+    """The served model as the API sees it: tokenizer and limits, without weights."""
+    from transformers import AutoConfig
+
+    path = ensure_weights(args.model)
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    context = min(config.max_position_embeddings, args.max_context or config.max_position_embeddings)
+    return ModelCard(
+        names=(args.name,),
+        tokenizer=_tokenizer(args),
+        context_length=context,
+        max_prompt_tokens=context,
+        default_recipe=args.recipe,
+        end_token_ids=tuple(sorted(end_tokens_of(path))),
+        vocab_size=config.vocab_size,
+        created=int(os.stat(path).st_mtime),
+    )

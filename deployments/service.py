@@ -1,0 +1,42 @@
+"""Builds the Serve application: `serve run deployments:app model=… policy=…`.
+
+No `from __future__ import annotations` here: Serve validates `key=value` against the annotation itself.
+"""
+
+from ray import serve
+from ray.serve import Application
+
+from deployments.config import AppArgs
+from deployments.replicas import Decode, Gateway, Prefill
+
+# Every request that waits in a replica's own queue counts as ongoing; the services refuse beyond their bounds.
+_ONGOING = 4096
+
+
+def app(args: AppArgs) -> Application:
+    """The application of one model: gateway → decode pool → prefill pool."""
+    prefill = serve.deployment(
+        Prefill,
+        name="Prefill",
+        num_replicas=args.prefill_replicas,
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options={"num_cpus": args.replica_cpus, "resources": args.prefill_resources},
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+    ).bind(args)
+    decode = serve.deployment(
+        Decode,
+        name="Decode",
+        num_replicas=args.decode_replicas,
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options={"num_cpus": args.replica_cpus, "resources": args.decode_resources},
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+    ).bind(args, prefill)
+    return serve.deployment(
+        Gateway,
+        name="Gateway",
+        num_replicas=args.gateway_replicas,
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+    ).bind(args, decode)
