@@ -4,6 +4,9 @@ Regime: bf16, 9 query heads over 3 kv heads of size 64 (SmolLM2-135M), one query
 and values rotate over about 200 MB of different pages, so that no cache holds them. Baselines, measured in the same
 run and interleaved with ours: `scaled_dot_product_attention(enable_gqa=True)` over dense rows, and the time that
 reading the same bytes takes at the bandwidth a plain read loop reaches. Run: python -m benchmarks.bench_kernels
+
+On a busy machine set GOMP_SPINCOUNT=0: a spinning OpenMP thread keeps the other one from its core for milliseconds,
+in torch's attention as in ours.
 """
 
 from __future__ import annotations

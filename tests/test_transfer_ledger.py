@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -10,6 +11,7 @@ from kv_tiers.transfer import EndReason, Outcome, Scope, Ticket, payload_checksu
 from kv_tiers.transfer.local import LocalEndpoint, LocalFabric
 from kv_tiers.transfer.puller import MIN_PIECE_BYTES, PIECES_PER_READ, QUARANTINE_S, reads_of
 from kv_tiers.transfer.staging import StagingArena
+from kv_tiers.transfer.ticket import Message, MessageKind, PeerId
 
 MB = 1 << 20
 REQUESTS = st.sampled_from(["a", "b", "c"])
@@ -197,6 +199,34 @@ def test_messages_that_are_garbage_are_counted_and_ignored() -> None:
     filled(source, 100, 1)
     source._wire._inbox.extend([b"", b"\x80\x04.", b"x" * 29])
     assert source.poll() == [] and source.open_tickets == 1 and source.counters.messages_ignored == 3
+
+
+def test_an_acknowledgement_for_another_life_of_the_source_is_ignored() -> None:
+    source = LocalEndpoint("source", MB, fabric=LocalFabric())
+    ticket = filled(source, 100, 1)
+    other = Message(MessageKind.ACKNOWLEDGE, ticket.incarnation ^ 1, ticket.generation)
+    source._wire._inbox.append(other.to_bytes())
+    assert source.poll() == [] and source.open_tickets == 1 and source.counters.messages_ignored == 1
+
+
+def test_a_lost_peer_is_forgotten_so_that_the_next_ticket_connects_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fabric = LocalFabric()
+    source = LocalEndpoint("source", 8 * MB, fabric=fabric)
+    reader = LocalEndpoint("reader", 8 * MB, fabric=fabric)
+    forgotten: list[PeerId] = []
+    monkeypatch.setattr(reader._wire, "disconnect", forgotten.append)
+    ticket = filled(source, MB, 7)
+
+    def killing() -> bool:
+        fabric.kill("source")
+        return False
+
+    assert (
+        reader.pull(ticket, fingerprint=b"f", timeout_s=1.0, cancelled=killing).outcome is Outcome.PEER_LOST
+    )
+    assert forgotten == [ticket.peer]
 
 
 def test_pieces_cover_the_payload_once_and_are_never_small() -> None:

@@ -15,10 +15,7 @@ namespace kvtide {
 namespace {
 
 constexpr int64_t SPLIT = 512;
-#ifndef AH
-#define AH 4
-#endif
-constexpr int64_t AHEAD = AH;  // tiles
+constexpr int64_t AHEAD = 4;  // tiles between the one computed and the one prefetched
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // Grow-only 64-byte aligned memory, one per thread and use: a decode step allocates nothing.
@@ -170,9 +167,8 @@ private:
         const int64_t first = begin / TILE, count = (end - 1) / TILE + 1 - first;
         const E *keys[CHUNK_TILES], *vals[CHUNK_TILES], *next_keys[CHUNK_TILES], *next_vals[CHUNK_TILES];
         for (int64_t n = 0; n < count; ++n) {
-            const E* next = tile_ahead(first + n);
-            keys[n] = tile_at(now.table, first + n), next_keys[n] = next;
-            vals[n] = keys[n] + f.value_offset, next_vals[n] = next + f.value_offset;
+            keys[n] = tile_at(now.table, first + n), vals[n] = keys[n] + f.value_offset;
+            next_keys[n] = tile_ahead(first + n), next_vals[n] = next_keys[n] + f.value_offset;
         }
         const int lead = (int)(begin - first * TILE), trail = (int)((first + count) * TILE - end);
         for (int g = 0; g < c.group; g += block_size(g))

@@ -100,8 +100,8 @@ void move_page(const Format<E>& f, E* page, int64_t page_slot, int64_t first, in
 }
 
 template <bool WRITE, class E>
-int move_heads(char* pool, int64_t num_pages, const Format<E>& f, const int32_t* tables, int64_t table_stride, int heads,
-               int64_t start, int64_t stop, E* k, E* v, const Strides& s, int threads) {
+int move_heads(char* pool, int64_t num_pages, const Format<E>& f, const int32_t* tables, int64_t table_stride,
+               int heads, int64_t start, int64_t stop, E* k, E* v, const Strides& s, int threads) {
     if (start >= stop) return OK;
     const int64_t first_page = start / f.slots(), pages = (stop - 1) / f.slots() + 1 - first_page;
     const int64_t work = heads * pages;

@@ -1,15 +1,12 @@
-"""Transfers between processes and machines over NIXL (UCX). The only module that imports nixl, and only on
-use.
+"""Transfers between processes and machines over NIXL (UCX). Only this module imports nixl, and only on use.
 
-What the code below works around, all of it seen (docs/transfer.md, PLATFORM section 1):
+What the code below works around, all of it seen with NIXL 1.5.1:
 - A process that loaded UCX's InfiniBand module on a host without RDMA dies with SIGSEGV at exit. UCX reads
-  UCX_MODULES
-  when it is loaded, so it is set here before the first import, and only where there is no RDMA device.
+  UCX_MODULES when it is loaded, so it is set before the first import, and only where no RDMA device is.
 - NIXL's progress thread spins a core; without it reads progress only while the source polls (`poll`).
 - The default sync mode is not thread safe.
 - A dead peer raises nixlRemoteDisconnectError only with error handling mode `peer`; a frozen one is never
-  reported, so
-  deadlines are ours, and a handle is never looked at after its release.
+  reported, so deadlines are ours, and a handle is never looked at after its release.
 - A message sent on a connection that is not up yet waits for progress on OUR side (`Puller` greets first).
 """
 

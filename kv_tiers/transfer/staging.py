@@ -1,7 +1,7 @@
 """The staging arena: one block of memory, registered with the transport once, cut into leases.
 
 Packed survivors wait here at the source until they are pulled and land here at the destination. One region
-keeps the transport's metadata small (PLATFORM section 1: about 45 bytes for each further region). A lease
+keeps the transport's metadata small (each further region adds about 45 bytes). A lease
 is `nbytes` of payload and behind it, at the next multiple of 64, a 64-byte seal (see `ticket.Ticket.seal`);
 leases start at multiples of 4096.
 """
