@@ -24,11 +24,14 @@ class AppArgs(BaseModel):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="Compute and KV type; auto: the checkpoint's."
     )
-    max_context: int | None = Field(None, ge=16, description="Tokens of context served; by default the model's own.")
+    max_context: int | None = Field(
+        None, ge=16, description="Tokens of context served; by default the model's own."
+    )
 
     policy: str = Field("full", description="Default eviction policy of requests that name none.")
     budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Tokens (int) or fraction of the prompt (0-1) kept per kv head by the default policy."
+        None,
+        description="Tokens (int) or fraction of the prompt (0-1) kept per kv head by the default policy.",
     )
     window: int | None = Field(None, ge=1, description="Observation window of the default policy, in tokens.")
     kernel: int | None = Field(None, ge=1, description="Pooling kernel of the default policy (odd).")
@@ -42,31 +45,45 @@ class AppArgs(BaseModel):
         None, ge=1, le=512, description="Compute threads per replica; by default the cores shared out evenly."
     )
     replica_cpus: float = Field(
-        0, ge=0, description="Ray CPUs that a replica asks for; 0: replicas share the node, threads are set by `threads`."
+        0,
+        ge=0,
+        description="Ray CPUs that a replica asks for; 0: replicas share the node, threads are set by `threads`.",
     )
     prefill_resources: dict[str, float] = Field(
         {}, description='Custom Ray resources of a prefill replica, e.g. {"prefill": 1}.'
     )
     decode_resources: dict[str, float] = Field({}, description="Custom Ray resources of a decode replica.")
 
-    chunk_tokens: int = Field(1024, ge=16, le=65536, description="Most prompt tokens computed in one prefill step.")
-    workspace_gib: float = Field(4.0, gt=0, description="Most full prompt KV in memory at once per prefill replica.")
+    chunk_tokens: int = Field(
+        1024, ge=16, le=65536, description="Most prompt tokens computed in one prefill step."
+    )
+    workspace_gib: float = Field(
+        4.0, gt=0, description="Most full prompt KV in memory at once per prefill replica."
+    )
     pool_gib: float = Field(2.0, gt=0, description="Page pool of a decode replica.")
     max_sequences: int = Field(32, ge=1, le=1024, description="Sequences decoded at once per decode replica.")
     max_queued: int = Field(128, ge=0, description="Requests that may wait per replica; beyond it 429.")
     staging_gib: float | None = Field(
-        None, gt=0, description="Transfer memory per replica; by default twice a full context, at least 256 MiB."
+        None,
+        gt=0,
+        description="Transfer memory per replica; by default twice a full context, at least 256 MiB.",
     )
-    transport: Literal["auto", "nixl"] = Field("auto", description="How survivors are shipped between replicas.")
+    transport: Literal["auto", "nixl"] = Field(
+        "auto", description="How survivors are shipped between replicas."
+    )
     ticket_ttl_s: float = Field(30.0, gt=0, le=3600, description="Lifetime of a transfer ticket nobody ends.")
     attempts: int = Field(4, ge=1, le=20, description="Times a request is started before it is given up.")
 
     block_tokens: int = Field(16, ge=1, le=1024, description="Tokens per KV block in the tiers.")
     cpu_tier_gib: float = Field(1.0, ge=0, description="CPU tier per node; 0: no prefix reuse.")
-    cpu_tier_folder: str | None = Field(None, description="Folder of the CPU tier's memory file; default: /dev/shm.")
+    cpu_tier_folder: str | None = Field(
+        None, description="Folder of the CPU tier's memory file; default: /dev/shm."
+    )
 
     deadline_s: float = Field(600.0, gt=0, description="Longest time from arrival to first token.")
-    slow_reader_timeout_s: float = Field(30.0, gt=0, description="A client that takes nothing this long is cut off.")
+    slow_reader_timeout_s: float = Field(
+        30.0, gt=0, description="A client that takes nothing this long is cut off."
+    )
     max_n: int = Field(16, ge=1, le=128, description="Largest n of a request.")
     api_key: SecretStr | None = Field(None, description="When set, /v1 needs `Authorization: Bearer <key>`.")
 
@@ -75,7 +92,9 @@ class AppArgs(BaseModel):
     def unknown_options_name_the_valid_ones(cls, given: object) -> object:
         unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
         if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; valid options: {', '.join(cls.model_fields)}")
+            raise ValueError(
+                f"unknown option {', '.join(unknown)}; valid options: {', '.join(cls.model_fields)}"
+            )
         return given
 
     @model_validator(mode="after")

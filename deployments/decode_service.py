@@ -108,7 +108,9 @@ class DecodeService:
         self._kept_tokens: dict[str, int] = {}
         self._totals = {"generated_tokens": 0.0, "recomputes": 0.0}
         self._pulled = asyncio.Event()
-        self._loop = EngineLoop("decode", engine.step, lambda: not engine.idle, self._delivered, self._failed, threads)
+        self._loop = EngineLoop(
+            "decode", engine.step, lambda: not engine.idle, self._delivered, self._failed, threads
+        )
         self._poller = asyncio.create_task(poll_for_ever(endpoint, self._pulled, lambda: None))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -23,7 +25,14 @@ _START_LIMIT_S = 600.0
 def launch(options: AppArgs, words: Sequence[str], *, host: str, port: int) -> int:
     """Serve until interrupted; → exit status of `serve run`. `words` are the user's own name=value options."""
     ensure_weights(options.model, progress=True)  # here, where a progress bar is seen, not in a replica
-    environment = {**os.environ, **cluster_environment(), "PYTHONPATH": _import_path()}
+    # A cluster of its own, unless the user names one: attaching to whatever runs here would replace its application.
+    environment = {
+        "RAY_ADDRESS": "local",
+        **_free_proxy_ports(),
+        **os.environ,
+        **cluster_environment(),
+        "PYTHONPATH": _import_path(),
+    }
     with tempfile.TemporaryDirectory(prefix="kvtide-") as folder:
         config = Path(folder) / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(options, host, port)))
@@ -42,6 +51,20 @@ def serve_config(options: AppArgs, host: str, port: int) -> dict[str, object]:
         "applications": [
             {"name": "kvtide", "route_prefix": "/", "import_path": "deployments:app", "args": given}
         ],
+    }
+
+
+def _free_proxy_ports() -> dict[str, str]:
+    """HAProxy's own metrics and statistics ports, which are fixed and would keep a second service from starting."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        metrics, statistics = (str(each.getsockname()[1]) for each in sockets)
+    return {
+        "RAY_SERVE_HAPROXY_METRICS_PORT": metrics,
+        "RAY_SERVE_HAPROXY_STATS_PORT": statistics,
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     }
 
 
@@ -84,7 +107,9 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> bool:
 
 
 def _greeting(options: AppArgs, url: str) -> str:
-    body = json.dumps({"model": options.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    body = json.dumps(
+        {"model": options.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    )
     key = " -H 'Authorization: Bearer <your api_key>'" if options.api_key is not None else ""
     return (
         f"\nkvtide serves {options.name} at {url}/v1\n\n"

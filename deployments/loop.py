@@ -16,7 +16,7 @@ class EngineLoop(Generic[Result]):
 
     `deliver` receives each step's results, `fail` an exception that a step raised; both are called in the thread. An
     engine whose step raised lost its requests (`fail` says so to them) but may serve new ones; after
-    `FAILURES_IN_A_ROW` such steps it is `broken`, for a health check to see.
+    `FAILURES_IN_A_ROW` such steps it is `broken`, for a health check to see. When `fail` itself raises, the thread ends.
     """
 
     FAILURES_IN_A_ROW = 3
@@ -39,9 +39,14 @@ class EngineLoop(Generic[Result]):
         self._thread.start()
 
     @property
+    def alive(self) -> bool:
+        """Whether work given to the engine will be done, or reported as failed."""
+        return self._thread.is_alive()
+
+    @property
     def broken(self) -> bool:
         """Whether the engine cannot be trusted any more."""
-        return self._failures >= self.FAILURES_IN_A_ROW or not self._thread.is_alive()
+        return self._failures >= self.FAILURES_IN_A_ROW or not self.alive
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -65,7 +70,7 @@ class EngineLoop(Generic[Result]):
                     return
             try:
                 results = self._step()
-            except Exception as error:  # whatever it was, its requests must hear of it
+            except Exception as error:  # noqa: BLE001 - whatever it was, its requests must hear of it
                 self._failures += 1
                 _log.exception("a step failed (%d in a row)", self._failures)
                 self._fail(error)

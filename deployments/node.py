@@ -9,9 +9,12 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -20,12 +23,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.directory import HEARTBEAT_S, LINGER_S, NAMESPACE, directory_actor
 from kv_tiers.cpu import CpuTier
-from kv_tiers.directory import Outcome
+from kv_tiers.directory import Located, Outcome
 from kv_tiers.keys import BlockKey
 from kv_tiers.slab import SUFFIX, Slab, remove_stale
-from kv_tiers.tier import Changes, ReadLease, Reclaimed, TierStats, WriteLease
+from kv_tiers.tier import Changes, ReadLease, TierStats, WriteLease
 
 _log = logging.getLogger("kvtide.node")
+Answer = TypeVar("Answer")
+Lease = TypeVar("Lease", ReadLease, WriteLease)
 
 
 def slab_folder(asked: str | None, nbytes: int) -> Path:
@@ -38,10 +43,42 @@ def slab_folder(asked: str | None, nbytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-class NodeAgent:
-    """`CpuTier` and its slab on one node. Async actor: every method runs on one event loop, so calls do not interleave."""
+@dataclass(frozen=True)
+class Attachment:
+    """Where the slab is, and which life of the agent it belongs to."""
 
-    async def __init__(self, application: str, node: str, slot_bytes: int, nbytes: int, folder: str | None) -> None:
+    incarnation: int
+    slab: str
+
+
+def process_started(pid: int) -> str | None:
+    """When a process of this machine started, in a form that only its own life has; None: there is none.
+
+    Linux tells the start time; elsewhere a process id that exists counts as the same process.
+    """
+    try:
+        # Behind the name in brackets, which may hold anything, start time is field 22 of proc(5).
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    return "alive"
+
+
+class NodeAgent:
+    """`CpuTier` and its slab on one node. An async actor: one event loop, so calls do not interleave.
+
+    Replicas `attach` first and name the agent's incarnation in every later call, so that a lease of an earlier life
+    (whose slab is gone) is never mistaken for one of this. None answers a call of another incarnation.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, application: str, node: str, slot_bytes: int, nbytes: int, folder: str | None
+    ) -> None:
         self._application = application
         self._node = node
         self._incarnation = time.time_ns()
@@ -49,39 +86,40 @@ class NodeAgent:
         remove_stale(place)
         self._slab = Slab.create(place / f"kvtide-{os.getpid()}-{self._incarnation}{SUFFIX}", nbytes)
         self._tier = CpuTier.fitting(nbytes, slot_bytes)
-        self._heard = time.monotonic()
+        self._owners: dict[str, tuple[int, str | None]] = {}
+        self._last_owner = time.monotonic()
         self._changed = asyncio.Event()
         self._telling = asyncio.create_task(self._tell_directory())
 
-    async def slab_path(self) -> str:
-        return str(self._slab.path)
+    async def attach(self, owner: str, pid: int) -> Attachment:
+        """A replica of this node comes to stay; its leases are reclaimed when its process is gone."""
+        self._owners[owner] = (pid, process_started(pid))
+        return Attachment(self._incarnation, str(self._slab.path))
 
-    async def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        return self._tier.longest_run(keys)
+    async def prepare_read(self, incarnation: int, keys: Sequence[BlockKey], owner: str) -> ReadLease | None:
+        return self._tier.prepare_read(keys, owner) if incarnation == self._incarnation else None
 
-    async def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
-        self._heard = time.monotonic()
-        return self._tier.prepare_read(keys, owner)
+    async def complete_read(self, incarnation: int, lease_id: int) -> None:
+        if incarnation == self._incarnation:
+            self._tier.complete_read(lease_id)
 
-    async def complete_read(self, lease_id: int) -> None:
-        self._tier.complete_read(lease_id)
+    async def prepare_write(
+        self, incarnation: int, keys: Sequence[BlockKey], owner: str
+    ) -> WriteLease | None:
+        return self._tier.prepare_write(keys, owner) if incarnation == self._incarnation else None
 
-    async def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
-        self._heard = time.monotonic()
-        return self._tier.prepare_write(keys, owner)
-
-    async def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+    async def complete_write(
+        self, incarnation: int, lease_id: int, written: Sequence[BlockKey]
+    ) -> tuple[BlockKey, ...]:
+        if incarnation != self._incarnation:
+            return ()
         visible = self._tier.complete_write(lease_id, written)
         self._changed.set()
         return visible
 
-    async def drop(self, keys: Sequence[BlockKey]) -> int:
+    async def drop(self, incarnation: int, keys: Sequence[BlockKey]) -> int:
         self._changed.set()
-        return self._tier.drop(keys)
-
-    async def release_owner(self, owner: str) -> Reclaimed:
-        """A replica is proven dead: reclaim what its leases held."""
-        return self._tier.release_owner(owner)
+        return self._tier.drop(keys) if incarnation == self._incarnation else 0
 
     async def clear(self) -> None:
         self._tier.clear()
@@ -90,9 +128,15 @@ class NodeAgent:
     async def stats(self) -> TierStats:
         return self._tier.stats()
 
-    async def keep(self) -> None:
-        """A replica on this node is alive and will want the cache."""
-        self._heard = time.monotonic()
+    def _bury_the_dead(self) -> None:
+        """Reclaim what dead replicas held. A stalled one is not dead: nothing else fences its writes."""
+        for owner, (pid, started) in list(self._owners.items()):
+            if process_started(pid) != started:
+                reclaimed = self._tier.release_owner(owner)
+                _log.warning("%s died, %d leases reclaimed", owner, reclaimed.leases)
+                del self._owners[owner]
+        if self._owners:
+            self._last_owner = time.monotonic()
 
     async def _tell_directory(self) -> None:
         """Announce changes as they come, heartbeat, answer every gap with a manifest, leave when forgotten."""
@@ -112,9 +156,10 @@ class NodeAgent:
             except RayError as error:
                 _log.warning("directory unreachable: %s", type(error).__name__)
                 directory, known = directory_actor(self._application), False
-            if time.monotonic() - self._heard > LINGER_S:
+            self._bury_the_dead()
+            if time.monotonic() - self._last_owner > LINGER_S:
                 self._slab.unlink()
-                ray.actor.exit_actor()
+                ray.kill(ray.get_runtime_context().current_actor)
             try:
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
             except TimeoutError:
@@ -159,54 +204,112 @@ def node_agent(application: str, slot_bytes: int, nbytes: int, folder: str | Non
 
 
 class AgentTier:
-    """`Tier` over the node's agent, for worker threads of a replica: what cannot be asked is a miss.
+    """`BlockStore` and block memory of this node's agent, for worker threads of a replica.
 
-    Reads ask the directory first (a batch), so that a prompt nobody has seen costs no pin. Calls block for at most
-    `CALL_S` seconds.
+    What cannot be asked is a miss. Reads ask the directory first (a batch), so that a prompt nobody has seen costs no
+    pin. An agent that restarted has a new slab: it is attached when no lease of the old one is open any more, and
+    until then everything is a miss. Calls block for at most `CALL_S` seconds each.
     """
 
     CALL_S = 5.0
 
-    def __init__(self, agent: ActorHandle, directory: ActorHandle, node: str) -> None:
-        self._agent = agent
-        self._directory = directory
+    def __init__(
+        self, agent: Callable[[], ActorHandle], directory: Callable[[], ActorHandle], node: str, owner: str
+    ) -> None:
+        """`agent` and `directory` find the actor, or make it when there is none."""
+        self._find_agent, self._find_directory = agent, directory
+        self._agent = agent()
+        self._directory = directory()
         self._node = node
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._open = 0
+        self._slab: Slab | None = None
+        self._incarnation = 0
+        self._attach()
 
-    def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        return int(self._ask(self._agent.longest_run.remote(keys), 0))
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the slab that open leases refer to."""
+        assert self._slab is not None, "only a lease gives offsets"
+        return self._slab.view(offset, nbytes)
 
     def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
-        located = self._ask(self._directory.locate.remote(keys), None)
+        located = self._locate(keys)
         if located is None or not any(run.node == self._node for run in located.node_runs):
             return _NOTHING_READ
-        return self._ask(self._agent.prepare_read.remote(keys, owner), _NOTHING_READ)
+        return self._prepare(
+            lambda: self._agent.prepare_read.remote(self._incarnation, keys, owner), _NOTHING_READ
+        )
 
     def complete_read(self, lease_id: int) -> None:
-        if lease_id != _NOTHING_READ.id:
-            self._ask(self._agent.complete_read.remote(lease_id), None)
+        if lease_id != _NO_LEASE:
+            self._ask(self._agent.complete_read.remote(self._incarnation, lease_id), None)
+            self._closed()
 
     def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
-        refused = WriteLease(_NOTHING_READ.id, (), (), (), tuple(keys))
-        return self._ask(self._agent.prepare_write.remote(keys, owner), refused)
+        refused = WriteLease(_NO_LEASE, (), (), (), tuple(keys))
+        return self._prepare(
+            lambda: self._agent.prepare_write.remote(self._incarnation, keys, owner), refused
+        )
 
     def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
-        if lease_id == _NOTHING_READ.id:
+        if lease_id == _NO_LEASE:
             return ()
-        return self._ask(self._agent.complete_write.remote(lease_id, written), ())
+        visible = self._ask(self._agent.complete_write.remote(self._incarnation, lease_id, written), ())
+        self._closed()
+        return visible
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         self._ask(self._directory.forget.remote(self._node, keys), 0)
-        return int(self._ask(self._agent.drop.remote(keys), 0))
+        return self._ask(self._agent.drop.remote(self._incarnation, keys), 0)
 
-    def release_owner(self, owner: str) -> Reclaimed:
-        return self._ask(self._agent.release_owner.remote(owner), Reclaimed(0, 0, 0))
+    def _locate(self, keys: Sequence[BlockKey]) -> Located | None:
+        located: Located | None = self._ask(self._directory.locate.remote(keys), None)
+        if located is None:
+            self._directory = self._find_directory()
+        return located
 
-    def _ask(self, reference: object, otherwise: object):  # type: ignore[no-untyped-def]  # as the call returns
+    def _prepare(self, call: Callable[[], ray.ObjectRef], nothing: Lease) -> Lease:
+        """A lease of the agent's present life, or `nothing`."""
+        with self._lock:
+            self._open += 1
+        answer = self._ask(call(), None)
+        if answer is not None:
+            lease: Lease = answer
+            return lease
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._attach()
+        return nothing
+
+    def _closed(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+    def _attach(self) -> None:
+        """Map the slab of the agent's present life; a failure leaves the old one, and everything a miss."""
+        self._agent = self._find_agent()
+        found: Attachment | None = self._ask(self._agent.attach.remote(self._owner, os.getpid()), None)
+        if found is None or found.incarnation == self._incarnation:
+            return
         try:
-            return ray.get(reference, timeout=self.CALL_S)  # type: ignore[call-overload]
+            slab = Slab.attach(found.slab)
+        except (OSError, ValueError) as error:
+            _log.warning("slab of the node agent cannot be mapped: %s", error)
+            return
+        if self._slab is not None:
+            self._slab.close()
+        self._slab, self._incarnation = slab, found.incarnation
+
+    def _ask(self, reference: ray.ObjectRef, otherwise: Answer) -> Answer:
+        try:
+            answer: Answer = ray.get(reference, timeout=self.CALL_S)
+            return answer
         except RayError as error:
             _log.warning("node agent or directory: %s; taken as a miss", type(error).__name__)
             return otherwise
 
 
-_NOTHING_READ = ReadLease(-1, ())
+_NO_LEASE = -1
+_NOTHING_READ = ReadLease(_NO_LEASE, ())

@@ -2,21 +2,33 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
+from deployments.blocking import BlockingCalls
 from deployments.loop import EngineLoop
 from deployments.reply import PrefillReply
+from deployments.room import Room
 from deployments.shipping import poll_for_ever
-from engine.errors import GenerationFailed, InvalidRequest, KvtideError, Overloaded
+from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest, KvtideError, Overloaded, ReplicaLost
 from engine.local import prompt_event
 from engine.prefill import PrefillDone, PrefillEngine, PrefillJob
 from engine.prefix import PrefixCache
 from engine.request import GenerationRequest
 from engine.sampler import Sampled
+from engine.workspace import Workspace
 from kv_tiers.keys import BlockKey
 from kv_tiers.transfer.endpoint import TransferEndpoint
-from kv_tiers.transfer.staging import payload_checksum
+from kv_tiers.transfer.staging import StagingLease, payload_checksum
 
 _log = logging.getLogger("kvtide.prefill")
+
+# Staging comes free when a ticket ends, which `poll` reports; this is for room that came free in another way.
+_LOOK_AGAIN_S = 0.1
+_TIER_THREADS = 4
+_PACK_THREADS = 2
 
 
 class PrefillService:
@@ -37,61 +49,70 @@ class PrefillService:
         workspace_bytes: int,
         ticket_ttl_s: float,
     ) -> None:
-        """`workspace_bytes`: most full prompt KV in memory at once, spills included (one prompt always fits)."""
+        """`max_queued`: prompts taken at once, waiting and computed; `workspace_bytes`: most full prompt KV in memory
+        at once, spills included (one prompt always fits).
+        """
         self.engine = engine
         self.endpoint = endpoint
         self.prefix = prefix
         self._max_queued = max_queued
-        self._workspace_bytes = workspace_bytes
-        self._held_bytes = 0
+        self._workspaces = Room(workspace_bytes)
         self._ticket_ttl_s = ticket_ttl_s
         self._event_loop = asyncio.get_running_loop()
-        self._waiters: dict[tuple[str, int], asyncio.Future[PrefillDone]] = {}
-        self._room = asyncio.Condition()
+        self._serial = 0
+        self._waiters: dict[str, asyncio.Future[PrefillDone]] = {}
         self._waiting = 0
+        self._closing = False
+        self._staging_line = asyncio.Lock()  # first come, first served
+        self._staging_freed = asyncio.Event()
         self._staged = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._spills: set[asyncio.Task[None]] = set()
+        self._tier_calls = BlockingCalls("tier", _TIER_THREADS)
+        self._packing = BlockingCalls("pack", _PACK_THREADS)
         self._totals = {"prefilled_prompts": 0.0, "prefilled_tokens": 0.0, "selection_seconds": 0.0}
         self._loop = EngineLoop(
             "prefill", engine.step, lambda: bool(engine.queued), self._delivered, self._failed, threads
         )
-        self._poller = asyncio.create_task(poll_for_ever(endpoint, self._staged, self._room_changed))
+        self._poller = asyncio.create_task(poll_for_ever(endpoint, self._staged, self._staging_freed.set))
 
     async def prefill(self, request: GenerationRequest) -> PrefillReply:
         """Compute a prompt; → first tokens and the ticket of its survivors.
 
-        Raises `InvalidRequest` (does not fit), `Overloaded` (queue full, or `deadline_s` over), `GenerationFailed`.
-        Cancelling frees everything.
+        Raises `InvalidRequest` (does not fit), `Overloaded` (queue full, or `deadline_s` over), `GenerationFailed`,
+        `ReplicaLost` (closing, or beyond repair). Cancelling frees everything.
         """
+        self._refuse_impossible(request)
+        self._refuse_if_gone()
         if self._waiting >= self._max_queued:
             raise Overloaded(f"{self._waiting} prompts wait already", retry_after_s=1.0)
-        self._refuse_unstageable(request)
         self._waiting += 1
         need = len(request.prompt) * self.engine.model.spec.kv_bytes_per_token
         held = 0
         try:
             async with asyncio.timeout(request.deadline_s):
-                async with self._room:
-                    await self._room.wait_for(lambda: self._fits(need))
-                    self._held_bytes += need
+                await self._workspaces.take(need)
                 held = need
                 done, keys = await self._compute(request)
-                reply = await self._stage(done)
+                reply = await self._stage(request, done)
             self._count(done)
-            if self.prefix is not None:
-                self._in_background(self._spill(self.prefix, done, keys, held))
+            if self.prefix is not None and not self._closing:
+                self._in_background(self._spill(self.prefix, request.request_id, done, keys, held))
                 held = 0  # the spill gives it back
             return reply
         except TimeoutError:
-            raise Overloaded(f"prefill was not done within {request.deadline_s:g} s", retry_after_s=5.0) from None
+            raise Overloaded(
+                f"prefill was not done within {request.deadline_s:g} s", retry_after_s=5.0
+            ) from None
         finally:
             self._waiting -= 1
-            self._give_back(held)
+            self._workspaces.give(held)
 
     def health(self) -> None:
         """Raises RuntimeError when this replica should be replaced."""
         if self._loop.broken:
             raise RuntimeError("the prefill engine fails every step")
+        if self._poller.done():
+            raise RuntimeError("transfers are not polled any more")
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals for the directory's report."""
@@ -100,7 +121,8 @@ class PrefillService:
             "prefill_tokens_owed": float(self.engine.tokens_owed),
             "tickets_open": float(self.endpoint.open_tickets),
             "staged_bytes": float(self.endpoint.staged_bytes),
-            "spills_running": float(len(self._background)),
+            "workspace_bytes": float(self._workspaces.held),
+            "spills_running": float(len(self._spills)),
             **self._totals,
         }
         if self.prefix is not None:
@@ -114,21 +136,29 @@ class PrefillService:
         return gauges
 
     async def close(self) -> None:
-        """Stop the engine thread, end every ticket, wait for running spills."""
-        self._poller.cancel()
+        """Stop the engine thread, fail what waits for it, wait for running spills, end every ticket."""
+        self._closing = True
         await asyncio.to_thread(self._loop.stop)
-        await asyncio.gather(*self._background, return_exceptions=True)
+        self._reject(list(self._waiters), ReplicaLost("the prefill replica is closing"))
+        await asyncio.gather(*self._spills, return_exceptions=True)
+        await self._tier_calls.close()
+        await self._packing.close()
+        self._poller.cancel()
         self.endpoint.close()
 
-    def _refuse_unstageable(self, request: GenerationRequest) -> None:
-        spec = self.engine.model.spec
-        kept = request.recipe.budget_tokens(len(request.prompt))
-        if kept * spec.kv_bytes_per_token > self.endpoint.capacity:
-            raise InvalidRequest(
-                f"{kept} kept tokens take {kept * spec.kv_bytes_per_token} bytes, transfer memory holds"
-                f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
-                "kv.budget",
+    def _refuse_impossible(self, request: GenerationRequest) -> None:
+        """Refuse before it queues what no waiting makes fit."""
+        spec, tokens = self.engine.model.spec, len(request.prompt)
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if tokens > spec.context_length:
+            raise ContextOverflow(
+                f"prompt of {tokens} tokens does not fit the context of {spec.context_length} tokens", "prompt"
             )
+
+    def _refuse_if_gone(self) -> None:
+        if self._closing or not self._loop.alive:
+            raise ReplicaLost("this prefill replica computes nothing any more")
 
     async def _compute(self, request: GenerationRequest) -> tuple[PrefillDone, list[BlockKey]]:
         engine = self.engine
@@ -136,51 +166,75 @@ class PrefillService:
         keys: list[BlockKey] = []
         cached = 0
         if self.prefix is not None:
-            keys = await asyncio.to_thread(self.prefix.keys, request.prompt, request.tenant)
-            limit = len(request.prompt) - engine.must_compute(request)
-            cached = await asyncio.to_thread(self.prefix.load, workspace, keys, limit)
-        job = PrefillJob(request, workspace, cached)
-        waiter: asyncio.Future[PrefillDone] = self._event_loop.create_future()
-        self._waiters[job.key] = waiter
+            keys, cached = await self._tier_calls.run(partial(self._load, self.prefix, request, workspace))
+        self._refuse_if_gone()
+        # Under a name of its own in the engine: a late abort must never hit another call for the same request.
+        self._serial += 1
+        name = f"{request.request_id}#{self._serial}"
+        job = PrefillJob(replace(request, request_id=name), workspace, cached)
+        engine.add(job)
+        waiter = self._waiters[name] = self._event_loop.create_future()
+        self._loop.wake()
         try:
-            engine.add(job)
-            self._loop.wake()
             return await waiter, keys
         finally:
-            del self._waiters[job.key]
-            if not waiter.done() or waiter.cancelled():
+            del self._waiters[name]
+            if waiter.cancelled():
                 engine.abort(*job.key)
                 self._loop.wake()
 
-    async def _stage(self, done: PrefillDone) -> PrefillReply:
+    def _load(
+        self, prefix: PrefixCache, request: GenerationRequest, workspace: Workspace
+    ) -> tuple[list[BlockKey], int]:
+        """The prompt's block keys, and how many tokens of known blocks are in the workspace now."""
+        keys = prefix.keys(request.prompt, request.tenant)
+        try:
+            limit = len(request.prompt) - self.engine.must_compute(request)
+            return keys, prefix.load(workspace, keys, limit)
+        except (KvtideError, LookupError, OSError, ValueError) as error:
+            _log.warning("blocks of %s could not be loaded: %s", request.request_id, error)
+            workspace.filled = 0
+            return keys, 0
+
+    async def _stage(self, request: GenerationRequest, done: PrefillDone) -> PrefillReply:
         """Pack survivors into transfer memory and publish a ticket, unless no choice goes on."""
-        request = done.job.request
         if all(self._ends(request, first) for first in done.first):
             return PrefillReply(prompt_event(done, 0), done.first, None)
-        nbytes = done.layout.nbytes
-        lease = self.endpoint.reserve(nbytes)
-        while lease is None:
-            async with self._room:
-                await self._room.wait()
-            lease = self.endpoint.reserve(nbytes)
-        packing = asyncio.ensure_future(asyncio.to_thread(done.pack, lease.buffer))
+        lease = await self._reserve(done.layout.nbytes)
         try:
-            await asyncio.shield(packing)
-            checksum = await asyncio.to_thread(payload_checksum, lease.buffer)
-        except asyncio.CancelledError:
-            await asyncio.wait([packing])  # the thread still writes into the lease
+            checksum = await self._packing.run(partial(_pack, done, lease))
+            self._refuse_if_gone()
+            ticket = self.endpoint.publish(
+                lease,
+                request_id=request.request_id,
+                attempt=request.attempt,
+                fingerprint=self.engine.model.spec.fingerprint.digest,
+                checksum=checksum,
+                ttl_s=self._ticket_ttl_s,
+            )
+        except BaseException:
             lease.release()
+            self._staging_freed.set()
             raise
-        ticket = self.endpoint.publish(
-            lease,
-            request_id=request.request_id,
-            attempt=request.attempt,
-            fingerprint=self.engine.model.spec.fingerprint.digest,
-            checksum=checksum,
-            ttl_s=self._ticket_ttl_s,
-        )
         self._staged.set()
-        return PrefillReply(prompt_event(done, nbytes), done.first, ticket.to_bytes())
+        return PrefillReply(prompt_event(done, done.layout.nbytes), done.first, ticket.to_bytes())
+
+    async def _reserve(self, nbytes: int) -> StagingLease:
+        """Transfer memory, waiting for tickets to end while there is none."""
+        if nbytes > self.endpoint.capacity:
+            raise InvalidRequest(
+                f"what the recipe keeps of the prompt takes {nbytes} bytes, transfer memory holds"
+                f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
+                "kv.budget",
+            )
+        async with self._staging_line:
+            while (lease := self.endpoint.reserve(nbytes)) is None:
+                self._staging_freed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await self._staging_freed.wait()
+                self._refuse_if_gone()
+            return lease
 
     def _ends(self, request: GenerationRequest, first: object) -> bool:
         """Whether a choice is over with its first token (a stop string is the decode side's to find)."""
@@ -189,33 +243,21 @@ class PrefillService:
         own = frozenset() if request.sampling.ignore_eos else self.engine.model.spec.end_tokens
         return first.token_id in own or first.token_id in request.sampling.stop_token_ids
 
-    async def _spill(self, prefix: PrefixCache, done: PrefillDone, keys: list[BlockKey], held: int) -> None:
+    async def _spill(
+        self, prefix: PrefixCache, request_id: str, done: PrefillDone, keys: list[BlockKey], held: int
+    ) -> None:
         """Write full blocks behind the reply; whatever becomes of them, the request never notices."""
         try:
-            await asyncio.to_thread(prefix.store, done.job.workspace, keys)
-        except (KvtideError, KeyError) as error:
-            _log.warning("blocks of %s were not kept: %s", done.job.request.request_id, error)
+            await self._tier_calls.run(partial(prefix.store, done.job.workspace, keys))
+        except (KvtideError, LookupError, OSError, ValueError, RuntimeError) as error:
+            _log.warning("blocks of %s were not kept: %s", request_id, error)
         finally:
-            self._give_back(held)
+            self._workspaces.give(held)
 
-    def _in_background(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    def _fits(self, nbytes: int) -> bool:
-        return not self._held_bytes or self._held_bytes + nbytes <= self._workspace_bytes
-
-    def _give_back(self, nbytes: int) -> None:
-        self._held_bytes -= nbytes
-        self._room_changed()
-
-    async def _notify_room(self) -> None:
-        async with self._room:
-            self._room.notify_all()
-
-    def _room_changed(self) -> None:
-        self._in_background(self._notify_room())
+    def _in_background(self, spill: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(spill)
+        self._spills.add(task)
+        task.add_done_callback(self._spills.discard)
 
     def _count(self, done: PrefillDone) -> None:
         self._totals["prefilled_prompts"] += 1
@@ -228,19 +270,30 @@ class PrefillService:
         self._event_loop.call_soon_threadsafe(self._resolve, results)
 
     def _failed(self, error: Exception) -> None:
-        lost = self.engine.fail_all()
-        self._event_loop.call_soon_threadsafe(self._reject, lost, error)
+        # Who waits now is in the engine, or just was: a step can also fail over prompts it had finished.
+        lost = set(self._waiters)
+        try:
+            lost.update(request.request_id for request in self.engine.fail_all())
+        finally:
+            failure = GenerationFailed(f"prefill failed: {type(error).__name__}")
+            self._event_loop.call_soon_threadsafe(self._reject, lost, failure)
 
     # Called in the event loop.
 
     def _resolve(self, results: list[PrefillDone]) -> None:
         for done in results:
-            waiter = self._waiters.get(done.job.key)
+            waiter = self._waiters.get(done.job.request.request_id)
             if waiter is not None and not waiter.done():
                 waiter.set_result(done)
 
-    def _reject(self, lost: list[GenerationRequest], error: Exception) -> None:
-        for request in lost:
-            waiter = self._waiters.get((request.request_id, request.attempt))
+    def _reject(self, lost: Iterable[str], failure: KvtideError) -> None:
+        for name in lost:
+            waiter = self._waiters.get(name)
             if waiter is not None and not waiter.done():
-                waiter.set_exception(GenerationFailed(f"prefill failed: {type(error).__name__}"))
+                waiter.set_exception(failure)
+
+
+def _pack(done: PrefillDone, lease: StagingLease) -> int:
+    """Write the snapshot into its lease; → its checksum."""
+    done.pack(lease.buffer)
+    return payload_checksum(lease.buffer)

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import ray
 import torch
@@ -14,6 +13,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from transformers import PreTrainedTokenizerFast
 
 from deployments.api.application import build_application
 from deployments.api.backend import Readiness
@@ -21,6 +21,7 @@ from deployments.api.card import ModelCard
 from deployments.config import GIB, AppArgs, resolve
 from deployments.decode_service import DecodeService
 from deployments.directory import directory_actor
+from deployments.logs import configure_logs
 from deployments.node import AgentTier, node_agent
 from deployments.prefill_service import PrefillService
 from deployments.reply import PrefillReply
@@ -36,13 +37,13 @@ from engine.prefix import PrefixCache
 from engine.request import Event, GenerationRequest
 from engine.text import TokenPieces
 from engine.weights import ensure_weights
-from kv_tiers.slab import Slab
 
 _log = logging.getLogger("kvtide.replica")
 
 
 def _open_model(args: AppArgs) -> tuple[Model, int]:
     """Load the model with this replica's share of threads; → model and thread count."""
+    configure_logs()
     refuse_foreign_kernels()
     threads = resolve(args).threads_per_replica
     torch.set_num_threads(threads)
@@ -61,10 +62,12 @@ def _replica() -> tuple[str, str]:
 class Prefill:
     """Prefill pool: prompts in, tickets out."""
 
-    async def __init__(self, args: AppArgs) -> None:
+    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         model, threads = await asyncio.to_thread(_open_model, args)
         application, name = _replica()
-        endpoint = open_endpoint(name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), "auto")
+        endpoint = open_endpoint(
+            name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), "auto"
+        )
         self._service = PrefillService(
             PrefillEngine(model, chunk_tokens=args.chunk_tokens),
             endpoint,
@@ -90,10 +93,15 @@ class Prefill:
         nbytes = int(args.cpu_tier_gib * GIB)
         if nbytes < model.spec.blocks.nbytes:
             return None
-        agent = node_agent(application, model.spec.blocks.nbytes, nbytes, args.cpu_tier_folder)
-        slab = await asyncio.to_thread(Slab.attach, Path(await agent.slab_path.remote()))
         node = ray.get_runtime_context().get_node_id()
-        return PrefixCache(model.spec, AgentTier(agent, directory_actor(application), node), slab, name)
+        tier = await asyncio.to_thread(
+            AgentTier,
+            lambda: node_agent(application, model.spec.blocks.nbytes, nbytes, args.cpu_tier_folder),
+            lambda: directory_actor(application),
+            node,
+            name,
+        )
+        return PrefixCache(model.spec, tier, tier, name)
 
 
 class PrefillPool:
@@ -118,7 +126,7 @@ class PrefillPool:
 class Decode:
     """Decode pool: asks prefill, pulls survivors, streams tokens."""
 
-    async def __init__(self, args: AppArgs, prefill: DeploymentHandle) -> None:
+    async def __init__(self, args: AppArgs, prefill: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits
         model, threads = await asyncio.to_thread(_open_model, args)
         application, name = _replica()
         spec = model.spec
@@ -152,7 +160,7 @@ class Decode:
         await self._service.close()
 
 
-def _tokenizer(args: AppArgs):  # type: ignore[no-untyped-def]  # a transformers class, imported lazily
+def _tokenizer(args: AppArgs) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(ensure_weights(args.model))
@@ -191,7 +199,9 @@ class DecodePool:
     async def ready(self) -> Readiness:
         """Ready when a replica of each pool has reported within its lease."""
         reports = await self.stats()
-        counts = {pool: sum(name.startswith(f"{pool}:") for name in reports) for pool in ("Prefill", "Decode")}
+        counts = {
+            pool: sum(name.startswith(f"{pool}:") for name in reports) for pool in ("Prefill", "Decode")
+        }
         detail = {pool.lower(): f"{count} alive" for pool, count in counts.items()}
         return Readiness(all(counts.values()), detail)
 
@@ -210,6 +220,7 @@ class Gateway:
     """HTTP ingress: the OpenAI API over the decode pool."""
 
     def __init__(self, args: AppArgs, decode: DeploymentHandle) -> None:
+        configure_logs()
         application, _ = _replica()
         self._args = args
         self._backend = DecodePool(decode, application, args.attempts)

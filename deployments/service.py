@@ -13,6 +13,12 @@ from deployments.replicas import Decode, Gateway, Prefill
 _ONGOING = 4096
 
 
+def _replica_options(args: AppArgs, resources: dict[str, float]) -> dict[str, object]:
+    # Spinning OpenMP threads of replicas that share cores stall each other by milliseconds per call.
+    environment = {"env_vars": {"GOMP_SPINCOUNT": "0"}}
+    return {"num_cpus": args.replica_cpus, "resources": resources, "runtime_env": environment}
+
+
 def app(args: AppArgs) -> Application:
     """The application of one model: gateway → decode pool → prefill pool."""
     prefill = serve.deployment(
@@ -20,7 +26,7 @@ def app(args: AppArgs) -> Application:
         name="Prefill",
         num_replicas=args.prefill_replicas,
         max_ongoing_requests=_ONGOING,
-        ray_actor_options={"num_cpus": args.replica_cpus, "resources": args.prefill_resources},
+        ray_actor_options=_replica_options(args, args.prefill_resources),
         health_check_period_s=2,
         health_check_timeout_s=30,
     ).bind(args)
@@ -29,7 +35,7 @@ def app(args: AppArgs) -> Application:
         name="Decode",
         num_replicas=args.decode_replicas,
         max_ongoing_requests=_ONGOING,
-        ray_actor_options={"num_cpus": args.replica_cpus, "resources": args.decode_resources},
+        ray_actor_options=_replica_options(args, args.decode_resources),
         health_check_period_s=2,
         health_check_timeout_s=30,
     ).bind(args, prefill)

@@ -43,7 +43,8 @@ async def poll_for_ever(endpoint: TransferEndpoint, wake: asyncio.Event, on_end:
             await asyncio.sleep(hint)
             continue
         try:
-            await asyncio.wait_for(wake.wait(), hint)
+            async with asyncio.timeout(hint):  # wait_for can swallow a cancellation (Python 3.11)
+                await wake.wait()
         except TimeoutError:
             continue
         wake.clear()

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.support import unsupported
+
 ATTENTION_NAME = "kvtide"
 
 
@@ -48,13 +50,24 @@ def kvtide_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    kvtide: AttentionPort,
+    kvtide: AttentionPort | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_ignored: object,
 ) -> tuple[Tensor, None]:
-    """`AttentionInterface` entry: query [1, Hq, T, D], key and value [1, Hk, T, D] → ([1, T, Hq, D], no weights)."""
+    """`AttentionInterface` entry: query [1, Hq, T, D], key and value [1, Hk, T, D] → ([1, T, Hq, D], no weights).
+
+    Raises `UnsupportedModel` for calls that ask for something else than causal attention through our port.
+    """
+    for found, what in (
+        (kvtide is None, "attention that passes no extra arguments on"),
+        (attention_mask is not None, "an attention mask of its own"),
+        (not getattr(module, "is_causal", True), "bidirectional attention"),
+    ):
+        if found:
+            raise unsupported(module.config, what)  # type: ignore[arg-type]
+    assert kvtide is not None
     call = AttentionCall(int(module.layer_idx), scaling, sliding_window, softcap or 0.0, s_aux)  # type: ignore[arg-type]
     return kvtide.attend(call, query[0], key[0], value[0]).unsqueeze(0), None
 

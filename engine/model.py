@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from engine.errors import ModelUnavailable
-from engine.support import refuse_unsupported
+from engine.support import refuse_unsupported, unsupported
 from kv_tiers.block import BlockLayout
 from kv_tiers.keys import Fingerprint
 
@@ -115,8 +115,10 @@ class _ProbePort:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}
+        self.calls = 0
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.calls += 1
         self.layers[call.layer] = LayerSpec(
             query.shape[0], key.shape[0], query.shape[2], call.scale, call.window, call.softcap, call.sinks
         )
@@ -148,6 +150,8 @@ def wrap_model(network: nn.Module, end_tokens: frozenset[int], block_tokens: int
     network = network.eval()
     config = network.config
     refuse_unsupported(config)
+    if not getattr(network, "_supports_attention_backend", False):
+        raise unsupported(config, "attention code of its own (no attention interface)")
     register_attention()
     config._attn_implementation = ATTENTION_NAME
     text = config.get_text_config()
@@ -161,7 +165,10 @@ def wrap_model(network: nn.Module, end_tokens: frozenset[int], block_tokens: int
             kvtide=probe,
         )
     layers = tuple(probe.layers[index] for index in sorted(probe.layers))
-    assert len(layers) == text.num_hidden_layers, "a layer did not call our attention"
+    if len(layers) != text.num_hidden_layers:
+        raise unsupported(config, "layers without self-attention, or with attention code of their own")
+    if probe.calls != len(layers):
+        raise unsupported(config, "layers that attend more than once per token")
     dtype = next(network.parameters()).dtype
     blocks = BlockLayout(tuple((layer.kv_heads, layer.head_dim) for layer in layers), dtype, block_tokens)
     fingerprint = _fingerprint(network, dtype, blocks)

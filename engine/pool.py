@@ -82,14 +82,17 @@ class PagePool:
     def free_rows(self) -> int:
         return len(self._free_rows)
 
-    def pages_for(self, counts: NDArray[np.int32]) -> int:
+    def pages_for(self, counts: NDArray[np.integer]) -> int:
         """Pages that a new sequence with `counts` [L, Hk] slots needs."""
         return int((-(-counts // self.slots[:, None]))[self._head_mask].sum())
 
     def pages_at(self, counts: NDArray[np.int32], more: int) -> int:
-        """Pages of a sequence that starts with `counts` [L, Hk] and grows by `more` tokens; windowed layers stop growing."""
-        grown = counts + more
-        limit = np.where(self._windows > 0, self._windows + 2 * self.slots, np.iinfo(np.int32).max)
+        """Most pages that a sequence holds while `counts` [L, Hk] slots grow by `more` tokens each.
+
+        Windowed layers stop growing: their visible slots straddle at most one page more than they fill.
+        """
+        grown = counts.astype(np.int64) + more
+        limit = np.where(self._windows > 0, self._windows - 1 + self.slots, np.iinfo(np.int64).max)
         return self.pages_for(np.minimum(grown, limit[:, None]))
 
     def open(self, counts: NDArray[np.int32]) -> int:

@@ -13,8 +13,7 @@ from engine.model import ModelSpec
 from engine.workspace import Workspace
 from kv_tiers.block import BlockFault, BlockHeader, open_block, read_layer_run, write_run
 from kv_tiers.keys import BlockKey, block_keys
-from kv_tiers.slab import Slab
-from kv_tiers.tier import Entry, Tier
+from kv_tiers.tier import BlockMemory, BlockStore, Entry
 
 
 @dataclass
@@ -33,7 +32,7 @@ class PrefixCache:
     `owner` names this replica in the tier's leases, so that a dead one's are reclaimed.
     """
 
-    def __init__(self, spec: ModelSpec, tier: Tier, slab: Slab, owner: str) -> None:
+    def __init__(self, spec: ModelSpec, tier: BlockStore, slab: BlockMemory, owner: str) -> None:
         self.spec = spec
         self.tier = tier
         self.slab = slab

@@ -18,21 +18,37 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 def refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise `UnsupportedModel` naming what this model needs and kvtide does not have; return if it can be served."""
     text = config.get_text_config()
-    name = f"{config.model_type} ({', '.join(config.architectures or ['no architecture named'])})"
     for found, what in (
         (config.is_encoder_decoder, "cross-attention of an encoder-decoder"),
-        (getattr(text, "kv_lora_rank", None) is not None, "multi-head latent attention (kv_lora_rank)"),
-        (_other_layers(text), f"layers other than softmax attention ({', '.join(sorted(_other_layers(text)))})"),
+        (_field(text, "kv_lora_rank"), "multi-head latent attention (kv_lora_rank)"),
+        (
+            _other_layers(text),
+            f"layers other than softmax attention ({', '.join(sorted(_other_layers(text)))})",
+        ),
         (_recurrent(text), "recurrent (state space) layers"),
         (_rope_types(text) & _BATCH_DEPENDENT_ROPE, f"RoPE scaling {', '.join(sorted(_rope_types(text)))}"),
         (_has_key(_rope_parameters(text), "mrope_section"), "multimodal RoPE (mrope_section)"),
-        (getattr(text, "num_kv_shared_layers", 0), "KV shared between layers (num_kv_shared_layers)"),
-        (getattr(text, "attention_chunk_size", None), "chunked attention (attention_chunk_size)"),
-        (getattr(text, "use_bidirectional_attention", None), "bidirectional attention"),
-        (getattr(text, "alibi", False), "ALiBi position bias"),
+        (_field(text, "num_kv_shared_layers"), "KV shared between layers (num_kv_shared_layers)"),
+        (_field(text, "attention_chunk_size"), "chunked attention (attention_chunk_size)"),
+        (_field(text, "use_bidirectional_attention"), "bidirectional attention"),
+        (_field(text, "alibi"), "ALiBi position bias"),
     ):
         if found:
-            raise UnsupportedModel(f"model {name} needs {what}, which kvtide does not serve yet")
+            raise unsupported(config, what)
+
+
+def unsupported(config: PretrainedConfig, what: str) -> UnsupportedModel:
+    """The refusal of a model by name, for a need that shows in its configuration or only when it runs."""
+    name = f"{config.model_type} ({', '.join(config.architectures or ['no architecture named'])})"
+    return UnsupportedModel(f"model {name} needs {what}, which kvtide does not serve yet")
+
+
+def _field(config: PretrainedConfig, name: str) -> object:
+    """A configuration field, None where the model has no such thing."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # how transformers says that layers have different values: some layer has one
+        return True
 
 
 def _other_layers(config: PretrainedConfig) -> set[str]:
@@ -40,7 +56,7 @@ def _other_layers(config: PretrainedConfig) -> set[str]:
 
 
 def _recurrent(config: PretrainedConfig) -> bool:
-    return any(getattr(config, key, None) for key in ("mamba_d_state", "ssm_cfg", "state_size", "attn_layer_period"))
+    return any(_field(config, key) for key in ("mamba_d_state", "ssm_cfg", "state_size", "attn_layer_period"))
 
 
 def _rope_parameters(config: PretrainedConfig) -> dict[str, object]:

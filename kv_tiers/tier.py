@@ -105,17 +105,21 @@ class TierStats:
     blocks_refused: int
 
 
-class Tier(Protocol):
-    """Bounded store of blocks by key. Keys of one call are one chain, first block first.
+class BlockMemory(Protocol):
+    """The bytes that a tier's offsets refer to."""
 
-    A block is visible from its `complete_write` until it is evicted, dropped or cleared. Eviction takes the
-    least recently used block that nobody holds, of one request the tail first. A slot that a lease names
-    changes hands only after that lease has ended.
-    """
-
-    def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading keys are visible. A mere look: pins nothing, makes nothing recent."""
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes [offset, offset + nbytes), not copied."""
         ...
+
+
+class BlockStore(Protocol):
+    """The part of a tier that a replica uses: bounded store of blocks by key.
+
+    Keys of one call are one chain, first block first. A block is visible from its `complete_write` until it is
+    evicted, dropped or cleared. Eviction takes the least recently used block that nobody holds, of one request the
+    tail first. A slot that a lease names changes hands only after that lease has ended.
+    """
 
     def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
         """Pin the longest leading run that is visible. The lease must be completed, also an empty one."""
@@ -143,6 +147,14 @@ class Tier(Protocol):
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Make visible blocks invisible at once (a reader found them corrupt); returns how many."""
+        ...
+
+
+class Tier(BlockStore, Protocol):
+    """A whole tier: what its owner needs beside what replicas use."""
+
+    def longest_run(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading keys are visible. A mere look: pins nothing, makes nothing recent."""
         ...
 
     def release_owner(self, owner: str) -> Reclaimed:

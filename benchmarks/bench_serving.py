@@ -1,0 +1,217 @@
+"""A running service against bare transformers and against the machine's memory bandwidth.
+
+    python -m benchmarks.bench_serving [--url URL] [--quick] [--sizes 1024,4096,7000] [--concurrency 1,4,8]
+
+Regime: one machine, real text, greedy. Cold prompts run alone, each under a new `cache_salt`, given as token ids. Load:
+N requests over one cached document, each with 64 tokens of its own behind it; once all N decode, they are watched for
+some seconds (so tokens/s is of the full batch, prefill apart) and then left. Full KV and SnapKV 512 take turns.
+
+Baselines, in the same run and in turn with the service: a transformers forward of the same prompt with as many threads
+as a prefill replica and its priority (bare_forward.py); torch's `enable_gqa` attention; reading weights and KV once at
+the bandwidth that a plain read loop reaches. Without --url, KVTIDE_PORT (8000) of this machine is tried; when nothing
+answers there, a service is started for the run and stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.bare_forward import BareForward, ModelSizes
+from benchmarks.corpus import Corpus
+from benchmarks.phases import POLICIES, Bench, Cold, Load, Machine, measure_machine
+from benchmarks.running_service import Processes, find_or_start
+from deployments.config import AppArgs, resolve
+from engine.weights import ensure_weights
+from kernels.layout import min_page_bytes
+
+TTFT_TARGET = 1.1  # cold time to first token over a bare forward of the same prompt, at most
+ATTENTION_TARGET = 10.0  # native decode attention over torch's, bf16, 4096 tokens, at least
+Figures = dict[str, float]
+
+
+def _rounds(size: int, quick: bool) -> tuple[int, int]:
+    """(cold, load) rounds: as many as minutes allow."""
+    if quick:
+        return (2 if size <= 1024 else 1), 1
+    if size <= 1024:
+        return 5, 2
+    return (2, 2) if size <= 4096 else (1, 1)
+
+
+def print_machine(machines: Sequence[Machine]) -> Figures:
+    print(
+        f"\n{'machine':<12}{'read GB/s':>10}{'native us':>11}{'sdpa us':>9}{'speed-up':>10}"
+        "   one layer, 4096 tokens, bf16"
+    )
+    figures: Figures = {}
+    for each in machines:
+        name = f"{each.threads} thread" + "s" * (each.threads > 1)
+        row = f"{each.read_bytes_per_s / 1e9:>10.1f}{each.native_us:>11.0f}{each.sdpa_us:>9.0f}"
+        print(f"{name:<12}{row}{each.speedup:>10.1f}")
+        figures[f"read_gb_s_t{each.threads}"] = round(each.read_bytes_per_s / 1e9, 2)
+        figures[f"attention_speedup_t{each.threads}"] = round(each.speedup, 2)
+    return figures
+
+
+def print_cold(colds: Sequence[Cold], local: bool) -> Figures:
+    print(
+        f"\n{'cold':<6}{'policy':<12}{'bare s':>8}{'TTFT s':>8}{'ratio':>7}{'cpu ratio':>11}"
+        f"{'handover ms':>13}{'shipped MB':>12}{'kept':>6}{'rounds':>8}   same first token as bare"
+    )
+    figures: Figures = {}
+    for cold in colds:
+        bare = statistics.median(each.wall_s for each in cold.bare)
+        figures[f"bare_s_{cold.size}"] = round(bare, 3)
+        for policy in POLICIES:
+            ttft = statistics.median(cold.ttft_s[policy])
+            handover = statistics.median(cold.handover_s[policy]) * 1e3
+            cpu = f"{cold.cpu_ratio(policy):.2f}" if local else "-"
+            same = f"   {sum(cold.same_token)}/{len(cold.same_token)}" if policy == "full" else ""
+            print(
+                f"{cold.size:<6}{policy:<12}{bare:>8.2f}{ttft:>8.2f}{cold.ratio(policy):>7.2f}{cpu:>11}"
+                f"{handover:>13.0f}{cold.shipped_bytes[policy] / 1e6:>12.1f}{cold.kept_tokens[policy]:>6}"
+                f"{len(cold.bare):>8}{same}"
+            )
+            key = f"{cold.size}_{policy.replace(' ', '')}"
+            figures[f"ttft_s_{key}"] = round(ttft, 3)
+            figures[f"ttft_ratio_{key}"] = round(cold.ratio(policy), 3)
+            if local:
+                figures[f"ttft_cpu_ratio_{key}"] = round(cold.cpu_ratio(policy), 3)
+            figures[f"handover_ms_{key}"] = round(handover, 1)
+    return figures
+
+
+def print_loads(
+    loads: Sequence[Load], colds: Sequence[Cold], sizes: ModelSizes, machine: Machine, page_bytes: int
+) -> Figures:
+    kept = {(cold.size, name): count for cold in colds for name, count in cold.kept_tokens.items()}
+    print(
+        f"\n{'load':<6}{'policy':<12}{'N':>3}{'tokens/s':>10}{'p50 ms':>8}{'p99 ms':>8}{'floor ms':>10}"
+        f"{'x floor':>9}{'warm TTFT s':>13}{'KV pages MB':>13}{'prefill MB':>12}{'decode MB':>11}"
+    )
+    figures: Figures = {}
+    for load in loads:
+        step, tail = load.gap_s(50), load.gap_s(99)
+        floor = load.floor_s(
+            sizes.weight_bytes,
+            sizes.kv_bytes_per_token,
+            kept[load.size, load.policy],
+            machine.read_bytes_per_s,
+        )
+        rate, ttft = statistics.median(load.tokens_per_s), statistics.median(load.ttfts_s)
+        pages_mb = max(each.pages for each in load.memory) * page_bytes / 1e6
+        prefill_mb = max(each.prefill_mb for each in load.memory)
+        decode_mb = max(each.decode_mb for each in load.memory)
+        print(
+            f"{load.size:<6}{load.policy:<12}{load.concurrency:>3}{rate:>10.1f}{step * 1e3:>8.1f}{tail * 1e3:>8.1f}"
+            f"{floor * 1e3:>10.1f}{step / floor:>9.1f}{ttft:>13.2f}"
+            f"{pages_mb:>13.0f}{prefill_mb:>12.0f}{decode_mb:>11.0f}"
+        )
+        key = f"{load.size}_{load.policy.replace(' ', '')}_n{load.concurrency}"
+        figures[f"tokens_per_s_{key}"] = round(rate, 2)
+        figures[f"itl_p50_ms_{key}"] = round(step * 1e3, 2)
+        figures[f"itl_p99_ms_{key}"] = round(tail * 1e3, 2)
+        figures[f"floor_ms_{key}"] = round(floor * 1e3, 2)
+        figures[f"warm_ttft_s_{key}"] = round(ttft, 3)
+        figures[f"kv_pages_mb_{key}"] = round(pages_mb, 1)
+    return figures
+
+
+def judge(
+    figures: Figures, sizes: Sequence[int], threads: int
+) -> tuple[dict[str, dict[str, float]], dict[str, bool]]:
+    """The targets that this run can judge, and whether each was met."""
+    targets = {f"ttft_ratio_{size}_full": {"at_most": TTFT_TARGET} for size in sizes}
+    targets[f"attention_speedup_t{threads}"] = {"at_least": ATTENTION_TARGET}
+    met = {
+        name: figures[name] <= bound["at_most"] if "at_most" in bound else figures[name] >= bound["at_least"]
+        for name, bound in targets.items()
+    }
+    return targets, met
+
+
+def measure(bench: Bench, options: argparse.Namespace, threads: int) -> Figures:
+    """All phases; prints each table as soon as it is known."""
+    sizes, dtype = bench.bare.sizes, getattr(torch, bench.bare.sizes.dtype)
+    cores = resolve(AppArgs.model_validate({})).cores
+    counts = sorted({1, threads, cores})
+    machines = {count: measure_machine(count, sizes.head_dim, dtype, options.quick) for count in counts}
+    figures = print_machine(list(machines.values()))
+    bench.warm_up()
+    tiny = bench.cold(16, 3)
+    figures["fixed_overhead_ms"] = round(
+        1e3 * statistics.median(t - b.wall_s for t, b in zip(tiny.ttft_s["full"], tiny.bare, strict=True)),
+        1,
+    )
+    print(f"\na prompt of 16 tokens: {figures['fixed_overhead_ms']:.0f} ms over its bare forward")
+    colds, loads = [], []
+    for size in options.sizes:
+        cold_rounds, load_rounds = _rounds(size, options.quick)
+        colds.append(bench.cold(size, cold_rounds))
+        loads += bench.loads(size, options.concurrency, load_rounds, 2.0 if options.quick else 3.0)
+    figures |= print_cold(colds, bool(bench.prefill.pids))
+    page_bytes = min_page_bytes(sizes.head_dim, dtype)
+    figures |= print_loads(loads, colds, sizes, machines[threads], page_bytes)
+    peaks = {pool: Processes.of_pool(pool).peak_rss_mb() for pool in ("Prefill", "Decode", "Gateway")}
+    print(
+        "\npeak resident MB (shared memory included): "
+        + ", ".join(f"{pool} {peak:.0f}" for pool, peak in peaks.items())
+    )
+    return figures | {f"peak_rss_mb_{pool.lower()}": round(peak) for pool, peak in peaks.items()}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Prints the tables, then one JSON line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="of a running service, e.g. http://127.0.0.1:8000")
+    parser.add_argument(
+        "--model", default="demo", help="what the service was started with (for the baseline)"
+    )
+    parser.add_argument("--threads", type=int, help="threads of a replica; default: as `kvtide config` says")
+    parser.add_argument("--quick", action="store_true", help="1K and 4K, 1 and 4 at once, few rounds")
+    parser.add_argument("--sizes", type=_numbers, help="prompt tokens, comma-separated")
+    parser.add_argument("--concurrency", type=_numbers, help="requests at once, comma-separated")
+    options = parser.parse_args()
+    options.sizes = options.sizes or ([1024, 4096] if options.quick else [1024, 4096, 7000])
+    options.concurrency = options.concurrency or ([1, 4] if options.quick else [1, 4, 8])
+    threads = options.threads or resolve(AppArgs.model_validate({})).threads_per_replica
+    url = (options.url or f"http://127.0.0.1:{os.environ.get('KVTIDE_PORT', '8000')}").removesuffix("/v1")
+    began = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(ensure_weights(options.model))
+    with find_or_start(url, options.model, may_start=options.url is None) as service:
+        niceness = Processes.of_pool("Prefill").niceness()
+        with BareForward(options.model, threads, niceness) as bare:
+            print(
+                f"{threads} thread(s) per replica and for the baseline, niceness {niceness}, {bare.sizes.dtype}"
+            )
+            figures = measure(Bench(service, bare, tokenizer, Corpus(tokenizer)), options, threads)
+    figures["run_s"] = round(time.monotonic() - began)
+    targets, met = judge(figures, options.sizes, resolve(AppArgs.model_validate({})).cores)
+    regime = f"one machine, {threads} thread(s) per replica, {'quick' if options.quick else 'whole'} run"
+    line = {
+        "benchmark": "serving",
+        "regime": regime,
+        "baseline": "bare transformers forward (sdpa, logits_to_keep=1); torch enable_gqa attention; bytes / bandwidth",
+        "figures": figures,
+        "targets": targets,
+        "met": met,
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The service under test: found at its URL or started for the run, its gauges, and what its processes take."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+_START_LIMIT_S = 300.0
+_STOP_LIMIT_S = 60.0
+_IDLE_LIMIT_S = 30.0
+# Gauges are a heartbeat (1 s) old at most.
+_HEARTBEAT_S = 1.1
+_BUSY_GAUGES = ("queue", "running", "spills_running", "pages_used", "pulls_running")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that answers: its address, the model's name in the API, and its context length."""
+
+    url: str
+    model: str
+    context: int
+
+    def gauge(self, name: str) -> float:
+        """Sum over the replicas that report `kvtide_<name>`."""
+        return self._sums((name,))
+
+    def wait_idle(self) -> None:
+        """Return when no replica has anything to do. SystemExit when that takes longer than half a minute."""
+        limit = time.monotonic() + _IDLE_LIMIT_S
+        time.sleep(_HEARTBEAT_S)
+        while self._sums(_BUSY_GAUGES):
+            if time.monotonic() > limit:
+                raise SystemExit(f"{self.url} is busy with other requests; a benchmark needs it to itself")
+            time.sleep(0.25)
+
+    def _sums(self, names: tuple[str, ...]) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        wanted = {f"kvtide_{name}" for name in names}
+        families = [family for family in text_string_to_metric_families(text) if family.name in wanted]
+        return sum(sample.value for family in families for sample in family.samples)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The replica processes of one pool on this machine; empty where /proc is missing or the service is remote."""
+
+    pids: tuple[int, ...]
+
+    @classmethod
+    def of_pool(cls, pool: str) -> Processes:
+        """Processes that Ray has named after the pool's deployment ("Prefill", "Decode", "Gateway")."""
+        title = f"ray::ServeReplica:kvtide:{pool}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if (folder / "cmdline").read_bytes().startswith(title):
+                    found.append(int(folder.name))
+            except OSError:  # ended meanwhile
+                continue
+        return cls(tuple(found))
+
+    def cpu_s(self) -> float:
+        """Processor seconds used so far, user and system."""
+        ticks = 0
+        for pid in self.pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def pss_mb(self) -> float:
+        """Proportional set size now, 10^6 bytes: shared pages are split between the processes that map them."""
+        return sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in self.pids) * 1024 / 1e6
+
+    def peak_rss_mb(self) -> float:
+        """Largest resident size since each process began, 10^6 bytes (shared tier memory included)."""
+        return sum(_kilobytes(pid, "status", "VmHWM:") for pid in self.pids) * 1024 / 1e6
+
+    def niceness(self) -> int:
+        """Scheduling niceness of the first process; our own where there is none."""
+        return os.getpriority(os.PRIO_PROCESS, self.pids[0]) if self.pids else os.nice(0)
+
+
+def _kilobytes(pid: int, file: str, label: str) -> int:
+    for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+        if line.startswith(label):
+            return int(line.split()[1])
+    return 0
+
+
+def find(url: str) -> Service | None:
+    """The service at `url`, or None when nothing answers there."""
+    try:
+        card = httpx.get(f"{url}/v1/models", timeout=10).raise_for_status().json()["data"][0]
+    except httpx.TransportError:
+        return None
+    return Service(url, card["id"], card["max_model_len"])
+
+
+@contextmanager
+def find_or_start(url: str, model: str, *, may_start: bool) -> Iterator[Service]:
+    """The service at `url`; when nothing answers and it may, one of our own on a free port until the block ends."""
+    found = find(url)
+    if found is not None:
+        print(f"service at {found.url}")
+        yield found
+        return
+    if not may_start:
+        raise SystemExit(f"no service answers at {url}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "deployments.cli", "serve", "--port", str(port), f"model={model}"]
+    print(f"no service at {url}: starting one on port {port}", flush=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield _wait_ready(process, f"http://127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait(timeout=_STOP_LIMIT_S)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str) -> Service:
+    limit = time.monotonic() + _START_LIMIT_S
+    while process.poll() is None and time.monotonic() < limit:
+        try:
+            if httpx.get(f"{url}/ready", timeout=5).status_code == httpx.codes.OK:
+                found = find(url)
+                assert found is not None
+                return found
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.5)
+    raise SystemExit("kvtide serve did not become ready; run it by itself to see why")

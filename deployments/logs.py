@@ -1,0 +1,17 @@
+"""Logging of a replica: our own loggers to standard error, which Ray keeps per process. Request ids, never prompts."""
+
+import logging
+import os
+import sys
+
+
+def configure_logs() -> None:
+    """Send `kvtide.*` at INFO (or `KVTIDE_LOG_LEVEL`) to standard error; calling it again changes nothing."""
+    logger = logging.getLogger("kvtide")
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get("KVTIDE_LOG_LEVEL", "INFO").upper())
+    logger.propagate = False

@@ -1,0 +1,170 @@
+"""Prefill attention in all its forms against a float64 softmax written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention import AttentionCall, causal_attention
+
+# Largest error over the largest value; bf16 rounds weights and results to 8 bits.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def explicit(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+    """Softmax attention, one query at a time, with nothing clever in it; float64."""
+    heads, length, _ = query.shape
+    group = heads // key.shape[0]
+    out = torch.empty(query.shape, dtype=torch.float64)
+    for head in range(heads):
+        k, v = key[head // group].double(), value[head // group].double()
+        for t in range(length):
+            place = start + t
+            first = 0 if call.window is None else max(0, place - call.window + 1)
+            logits = k[first : place + 1] @ query[head, t].double() * call.scale
+            if call.softcap:
+                logits = call.softcap * torch.tanh(logits / call.softcap)
+            if call.sinks is not None:
+                logits = torch.cat([logits, call.sinks[head : head + 1].double()])
+            weights = torch.softmax(logits, 0)[: place + 1 - first]
+            out[head, t] = weights @ v[first : place + 1]
+    return out
+
+
+class Case(NamedTuple):
+    """Arguments of causal_attention."""
+
+    call: AttentionCall
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    start: int
+
+
+def make_case(
+    dtype: torch.dtype = torch.float32,
+    *,
+    start: int = 0,
+    length: int = 9,
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 16,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    seed: int = 0,
+) -> Case:
+    random = torch.Generator().manual_seed(seed)
+    query = torch.randn(kv_heads * group, length, dim, generator=random).mul(2).to(dtype)
+    # Longer storage than is used, as in a workspace: the views are not contiguous.
+    key, value = torch.randn(2, kv_heads, start + length + 5, dim, generator=random).to(dtype)
+    logits = torch.randn(kv_heads * group, generator=random).mul(2).to(dtype) if sinks else None
+    call = AttentionCall(0, 1.3 * dim**-0.5, window, softcap, logits)
+    return Case(call, query, key[:, : start + length], value[:, : start + length], start)
+
+
+def check(case: Case) -> None:
+    found, wanted = causal_attention(*case), explicit(*case)
+    assert found.dtype is case.query.dtype and found.shape == case.query.shape
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert float(error) < TOLERANCE[found.dtype], (float(error), case.call)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    start=st.one_of(st.just(0), st.integers(1, 70)),
+    length=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 7]),
+    dim=st.sampled_from([8, 16, 24, 64, 65]),
+    window=st.one_of(st.none(), st.integers(1, 90)),
+    softcap=st.sampled_from([0.0, 0.0, 1.5, 30.0]),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_equals_the_written_out_softmax(dtype, seed, **shape):
+    check(make_case(dtype, seed=seed, **shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 37])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [None, 33])
+def test_more_queries_than_one_piece_holds(dtype, start, softcap, window):
+    check(make_case(dtype, start=start, length=300, kv_heads=1, group=2, window=window, softcap=softcap))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_sinks_take_their_share_of_every_form(window, softcap):
+    case = make_case(start=11, window=window, softcap=softcap, sinks=True)
+    check(case)
+    without = causal_attention(AttentionCall(0, case.call.scale, window, softcap, None), *case[1:])
+    assert (causal_attention(*case) - without).abs().max() > 0.1
+
+
+def test_softcap_and_window_change_the_result():
+    plain = make_case(start=20)
+    base = causal_attention(*plain)
+    for window, softcap in ((5, 0.0), (None, 1.0)):
+        call = AttentionCall(0, plain.call.scale, window, softcap, None)
+        assert (causal_attention(call, *plain[1:]) - base).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("window", [1, 28, 29, 30, 1000])
+def test_a_window_around_the_length_of_the_prompt(window):
+    check(make_case(start=20, length=9, window=window))
+
+
+def test_a_window_that_reaches_everything_is_no_window():
+    case = make_case(start=20, length=9)
+    wide = AttentionCall(0, case.call.scale, 29, 0.0, None)
+    assert torch.equal(causal_attention(*case), causal_attention(wide, *case[1:]))
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_chunks_of_any_size_add_up_to_one_pass(window, softcap):
+    whole = make_case(length=70, window=window, softcap=softcap)
+    wanted = causal_attention(*whole)
+    for chunk in (1, 13, 64):
+        parts = []
+        for start in range(0, 70, chunk):
+            stop = min(70, start + chunk)
+            query = whole.query[:, start:stop].contiguous()
+            parts.append(causal_attention(whole.call, query, whole.key[:, :stop], whole.value[:, :stop], start))
+        torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("start", [0, 40])
+@pytest.mark.parametrize("window", [None, 16])
+def test_logits_of_any_size_do_not_overflow(start, window):
+    case = make_case(start=start, window=window, sinks=True)
+    steep = AttentionCall(0, 60.0, window, 0.0, case.call.sinks)
+    found = causal_attention(steep, *case[1:])
+    torch.testing.assert_close(found.double(), explicit(steep, *case[1:]), atol=2e-3, rtol=0)
+
+
+def test_what_lies_behind_the_last_key_is_never_read():
+    case = make_case(start=20)
+    storage = torch.full((2, 60, 16), float("nan"))
+    key, value = storage.clone(), storage.clone()
+    key[:, :29], value[:, :29] = case.key, case.value
+    found = causal_attention(case.call, case.query, key[:, :29], value[:, :29], 20)
+    assert torch.equal(found, causal_attention(*case))
