@@ -79,9 +79,11 @@ def serve(model_name: str, threads: int, niceness: int) -> None:
     """The child: load, say the sizes, answer until the input ends."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from engine.weights import ensure_weights
 
+    disable_progress_bar()
     if niceness > os.nice(0):
         os.nice(niceness - os.nice(0))
     torch.set_num_threads(threads)

@@ -1,23 +1,19 @@
-"""The measurements of `bench_serving`: cold prompts against transformers, decoding together, the machine itself."""
+"""The measurements of `bench_serving`: cold prompts against transformers, decoding together."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.bare_forward import BareForward, Forward
-from benchmarks.bench_kernels import Case
-from benchmarks.bench_kernels import measure as measure_attention
 from benchmarks.corpus import Corpus
 from benchmarks.running_service import Processes, Service
 from benchmarks.streams import Kv, Stream, body, observe, run_alone, run_together
-from kernels.layout import min_page_bytes
 
 POLICIES: dict[str, Kv] = {
     "full": {"policy": "full"},
@@ -26,31 +22,6 @@ POLICIES: dict[str, Kv] = {
 _QUESTION_TOKENS = 64
 _COLD_TOKENS = 6
 _LOAD_TOKENS = 1100
-_ATTENTION = Case(1, 4096)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """With `threads`: best read bandwidth seen (bytes/s), and one layer's attention at 4096 tokens (microseconds)."""
-
-    threads: int
-    read_bytes_per_s: float
-    native_us: float
-    sdpa_us: float
-
-    @property
-    def speedup(self) -> float:
-        return self.sdpa_us / self.native_us
-
-
-def measure_machine(threads: int, head_dim: int, dtype: torch.dtype, quick: bool) -> Machine:
-    """Kernels, torch's attention and a read loop, interleaved; see bench_kernels for the regime."""
-    torch.set_num_threads(threads)
-    page_bytes = min_page_bytes(head_dim, dtype)
-    found = measure_attention(_ATTENTION, threads, page_bytes, 3 if quick else 7, 0.1)
-    torch.set_num_threads(1)
-    read = _ATTENTION.nbytes / found["floor"].best * 1e6
-    return Machine(threads, read, found["native"].median, found["sdpa enable_gqa"].median)
 
 
 @dataclass
@@ -81,14 +52,21 @@ class Bench:
     """What every measurement needs, and the salts that keep their cached prefixes apart."""
 
     def __init__(
-        self, service: Service, bare: BareForward, tokenizer: PreTrainedTokenizerBase, corpus: Corpus
+        self,
+        service: Service,
+        bare: BareForward,
+        tokenizer: PreTrainedTokenizerBase,
+        corpus: Corpus,
+        more_until: float,
     ) -> None:
+        """`more_until`: time.monotonic() after which nothing is repeated any more."""
         self.service = service
         self.bare = bare
         self.tokenizer = tokenizer
         self.corpus = corpus
-        self.prefill = Processes.of_pool("Prefill")
-        self.decode = Processes.of_pool("Decode")
+        self.prefill = Processes.of_pool(service, "Prefill")
+        self.decode = Processes.of_pool(service, "Decode")
+        self._more_until = more_until
         self._run = time.time_ns()
         self._salts = 0
 
@@ -107,7 +85,7 @@ class Bench:
     def cold(self, size: int, rounds: int) -> Cold:
         """Each round one prompt: bare forward and one request per policy, in turn, in alternating order."""
         cold = Cold(size)
-        for number in range(rounds):
+        for number in self._rounds(rounds):
             ids = self.corpus.take(size)
             names = list(POLICIES) if number % 2 == 0 else list(reversed(POLICIES))
             if number % 2 == 0:
@@ -118,6 +96,13 @@ class Bench:
             likeliest = self.tokenizer.decode([cold.bare[-1].token])
             cold.same_token.append(streams["full"].texts()[0] == likeliest)
         return cold
+
+    def _rounds(self, wanted: int) -> Iterator[int]:
+        """The first round always, others while there is time for repeats."""
+        for number in range(wanted):
+            if number and time.monotonic() > self._more_until:
+                return
+            yield number
 
     def _forward(self, cold: Cold, ids: Sequence[int]) -> None:
         self.service.wait_idle()
@@ -141,10 +126,10 @@ class Bench:
         document, salt = self.corpus.take(size - _QUESTION_TOKENS), self.salt()
         run_alone(self.service, body(self.service, document, 2, POLICIES["full"], salt))
         self.service.wait_idle()
-        loads = []
+        loads: list[Load] = []
         for count in concurrency:
             found = {name: Load(size, name, count) for name in POLICIES}
-            for number in range(rounds):
+            for number in self._rounds(rounds):
                 names = list(POLICIES) if number % 2 == 0 else list(reversed(POLICIES))
                 for name in names:
                     self._load_round(found[name], document, salt, window_s)

@@ -58,17 +58,15 @@ class Processes:
     pids: tuple[int, ...]
 
     @classmethod
-    def of_pool(cls, pool: str) -> Processes:
-        """Processes that Ray has named after the pool's deployment ("Prefill", "Decode", "Gateway")."""
-        title = f"ray::ServeReplica:kvtide:{pool}".encode()
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if (folder / "cmdline").read_bytes().startswith(title):
-                    found.append(int(folder.name))
-            except OSError:  # ended meanwhile
-                continue
-        return cls(tuple(found))
+    def of_pool(cls, service: Service, pool: str) -> Processes:
+        """What Ray has named after the pool's deployment ("Prefill", "Decode", "Gateway"), in the service's cluster.
+
+        Workers are children of their node's raylet, and so is, at some remove, what listens on the service's port.
+        """
+        title = f"ServeReplica:kvtide:{pool}"  # what stands before and behind it changes
+        raylets = {_raylet_above(pid) for pid in _listening(int(service.url.rpartition(":")[2]))} - {None}
+        named = [pid for pid in _pids() if title in _title(pid)]
+        return cls(tuple(pid for pid in named if _parent(pid) in raylets))
 
     def cpu_s(self) -> float:
         """Processor seconds used so far, user and system."""
@@ -89,6 +87,50 @@ class Processes:
     def niceness(self) -> int:
         """Scheduling niceness of the first process; our own where there is none."""
         return os.getpriority(os.PRIO_PROCESS, self.pids[0]) if self.pids else os.nice(0)
+
+
+def _pids() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").partition("\0")[0]
+    except OSError:  # ended meanwhile
+        return ""
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _raylet_above(pid: int) -> int | None:
+    while pid > 1:
+        if _title(pid).endswith("/raylet"):
+            return pid
+        pid = _parent(pid)
+    return None
+
+
+def _listening(port: int) -> list[int]:
+    """Processes of this machine that listen on a TCP port."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else []:
+            fields = line.split()
+            if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":
+                sockets.add(f"socket:[{fields[9]}]")
+    found = []
+    for pid in _pids():
+        try:
+            if any(os.readlink(link) in sockets for link in Path(f"/proc/{pid}/fd").iterdir()):
+                found.append(pid)
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
 
 
 def _kilobytes(pid: int, file: str, label: str) -> int:

@@ -1,8 +1,8 @@
 """`kvtide`: serve, generate, config, fetch."""
 
 import argparse
-import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +16,19 @@ from engine.errors import KvtideError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; → exit status."""
     parsed = _parser().parse_args(arguments)
+    try:
+        status = _run(parsed)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read us has enough (`kvtide config | head -1`). Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(parsed: argparse.Namespace) -> int:
     try:
         refuse_foreign_kernels()
         options = parse_options(parsed.options)
@@ -32,14 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_options(words: Sequence[str]) -> AppArgs:
     """`name=value` words to checked options, as `serve run deployments:app name=value …` takes them.
 
-    Values of structured options are JSON. Raises ValueError naming the word or the valid options.
+    Raises ValueError naming the word or the valid options.
     """
     given: dict[str, object] = {}
     for word in words:
         name, separator, value = word.partition("=")
         if not separator:
             raise ValueError(f"{word!r} is not name=value; valid options: {', '.join(AppArgs.model_fields)}")
-        given[name] = json.loads(value) if value.startswith("{") else value
+        if name in given:
+            raise ValueError(f"{name} is given twice")
+        given[name] = value
     return AppArgs.model_validate(given)
 
 
@@ -49,8 +64,22 @@ def _explain(error: Exception) -> str:
     lines = []
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
-        lines.append(f"{place}: {problem['msg']}" if place else problem["msg"].removeprefix("Value error, "))
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{place}: {message}" if place else message)
     return "; ".join(lines)
+
+
+def _port(text: str) -> int:
+    """A TCP port; argparse turns the ValueError into a message that names the option."""
+    if not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; valid: 1 to 65535")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
 
 
 def _serve(options: AppArgs, parsed: argparse.Namespace) -> int:
@@ -88,11 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (HAProxy mode listens on all)"
     )
-    serve.add_argument("--port", type=int, default=int(os.environ.get("KVTIDE_PORT", "8000")))
+    serve.add_argument("--port", type=_port, default=os.environ.get("KVTIDE_PORT", "8000"))
     generate = commands.add_parser("generate", help="run one prompt through the engine alone, without Ray")
     generate.add_argument("--prompt", required=True, help="the text, or - for standard input")
     generate.add_argument("--chat", action="store_true", help="apply the model's chat template")
-    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--max-tokens", type=_positive, default=128)
     generate.add_argument("--temperature", type=float, default=0.0)
     commands.add_parser("config", help="print the resolved configuration")
     commands.add_parser("fetch", help="get the model's weights and print their folder")

@@ -3,15 +3,19 @@
 `serve run deployments:app key=value …` validates these fields; so do `kvtide serve` and `serve.yaml` (`args:`).
 """
 
+import json
 import os
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from deployments.api.settings import ApiSettings
-from policies.recipe import Recipe, RecipeError, make_recipe
+from policies.recipe import MAX_KERNEL, MAX_SINKS, MAX_TOKENS, MAX_WINDOW, Recipe, RecipeError, make_recipe
 
 GIB = 1 << 30
+
+_MOST_GIB = 1 << 16
+_Resources = dict[str, Annotated[float, Field(ge=0, le=1e9)]]
 
 
 class AppArgs(BaseModel):
@@ -19,24 +23,34 @@ class AppArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field("demo", description="'demo', a Hugging Face model id, a local folder, or a GGUF file.")
-    served_name: str | None = Field(None, description="Name in the API; by default the model's own.")
+    model: str = Field(
+        "demo", min_length=1, description="'demo', a Hugging Face model id, a local folder, or a GGUF file."
+    )
+    served_name: str | None = Field(
+        None, min_length=1, description="Name in the API; by default the model's own."
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="Compute and KV type; auto: the checkpoint's."
     )
     max_context: int | None = Field(
-        None, ge=16, description="Tokens of context served; by default the model's own."
+        None, ge=16, le=MAX_TOKENS, description="Tokens of context served; by default the model's own."
     )
 
     policy: str = Field("full", description="Default eviction policy of requests that name none.")
-    budget: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
+    budget: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="Tokens (int) or fraction of the prompt (0-1) kept per kv head by the default policy.",
     )
-    window: int | None = Field(None, ge=1, description="Observation window of the default policy, in tokens.")
-    kernel: int | None = Field(None, ge=1, description="Pooling kernel of the default policy (odd).")
+    window: int | None = Field(
+        None, ge=1, le=MAX_WINDOW, description="Last tokens whose queries score, default policy."
+    )
+    kernel: int | None = Field(
+        None, ge=1, le=MAX_KERNEL, description="Pooling kernel of the default policy (odd)."
+    )
     pool: Literal["avg", "max"] | None = Field(None, description="Pooling of the default policy.")
-    sinks: int | None = Field(None, ge=0, description="First tokens that the default policy always keeps.")
+    sinks: int | None = Field(
+        None, ge=0, le=MAX_SINKS, description="First tokens that the default policy keeps."
+    )
 
     gateway_replicas: int = Field(1, ge=1, le=64, description="HTTP gateways.")
     prefill_replicas: int = Field(1, ge=1, le=1024, description="Replicas of the prefill pool.")
@@ -47,25 +61,32 @@ class AppArgs(BaseModel):
     replica_cpus: float = Field(
         0,
         ge=0,
+        le=1024,
         description="Ray CPUs that a replica asks for; 0: replicas share the node, threads are set by `threads`.",
     )
-    prefill_resources: dict[str, float] = Field(
+    prefill_resources: _Resources = Field(
         {}, description='Custom Ray resources of a prefill replica, e.g. {"prefill": 1}.'
     )
-    decode_resources: dict[str, float] = Field({}, description="Custom Ray resources of a decode replica.")
+    decode_resources: _Resources = Field({}, description="Custom Ray resources of a decode replica.")
 
     chunk_tokens: int = Field(
         1024, ge=16, le=65536, description="Most prompt tokens computed in one prefill step."
     )
     workspace_gib: float = Field(
-        4.0, gt=0, description="Most full prompt KV in memory at once per prefill replica."
+        4.0, gt=0, le=_MOST_GIB, description="Most full prompt KV in memory at once per prefill replica."
     )
-    pool_gib: float = Field(2.0, gt=0, description="Page pool of a decode replica.")
+    pool_gib: float = Field(2.0, gt=0, le=_MOST_GIB, description="Page pool of a decode replica.")
     max_sequences: int = Field(32, ge=1, le=1024, description="Sequences decoded at once per decode replica.")
-    max_queued: int = Field(128, ge=0, description="Requests that may wait per replica; beyond it 429.")
+    max_queued: int = Field(
+        128,
+        ge=1,
+        le=100_000,
+        description="Prompts a prefill replica takes at once, and requests that may wait per decode replica; then 429.",
+    )
     staging_gib: float | None = Field(
         None,
         gt=0,
+        le=_MOST_GIB,
         description="Transfer memory per replica; by default twice a full context, at least 256 MiB.",
     )
     transport: Literal["auto", "nixl"] = Field(
@@ -75,16 +96,16 @@ class AppArgs(BaseModel):
     attempts: int = Field(4, ge=1, le=20, description="Times a request is started before it is given up.")
 
     block_tokens: int = Field(16, ge=1, le=1024, description="Tokens per KV block in the tiers.")
-    cpu_tier_gib: float = Field(1.0, ge=0, description="CPU tier per node; 0: no prefix reuse.")
+    cpu_tier_gib: float = Field(1.0, ge=0, le=_MOST_GIB, description="CPU tier per node; 0: no prefix reuse.")
     cpu_tier_folder: str | None = Field(
         None, description="Folder of the CPU tier's memory file; default: /dev/shm."
     )
 
-    deadline_s: float = Field(600.0, gt=0, description="Longest time from arrival to first token.")
+    deadline_s: float = Field(600.0, gt=0, le=86_400, description="Longest time from arrival to first token.")
     slow_reader_timeout_s: float = Field(
-        30.0, gt=0, description="A client that takes nothing this long is cut off."
+        30.0, gt=0, le=3600, description="A client that takes nothing this long is cut off."
     )
-    max_n: int = Field(16, ge=1, le=128, description="Largest n of a request.")
+    max_n: int = Field(16, ge=1, le=128, description="Largest n of a request; at most max_sequences.")
     api_key: SecretStr | None = Field(None, description="When set, /v1 needs `Authorization: Bearer <key>`.")
 
     @model_validator(mode="before")
@@ -96,6 +117,37 @@ class AppArgs(BaseModel):
                 f"unknown option {', '.join(unknown)}; valid options: {', '.join(cls.model_fields)}"
             )
         return given
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def budget_is_whole_tokens_or_a_fraction(cls, given: object) -> object:
+        """1 is one token and 1.0 the whole prompt, also when they come as text."""
+        if given is None:
+            return None
+        value = given
+        if isinstance(given, str):
+            try:
+                value = int(given) if given.strip().lstrip("+-").isdigit() else float(given)
+            except ValueError:
+                value = None
+        whole = type(value) is int and 1 <= value <= MAX_TOKENS
+        if not whole and not (isinstance(value, float) and 0 < value <= 1):
+            raise ValueError(
+                f"{given!r} is neither a whole number of tokens (1 to {MAX_TOKENS}) nor a fraction of the prompt"
+                " (0 < f <= 1.0)"
+            )
+        return value
+
+    @field_validator("prefill_resources", "decode_resources", mode="before")
+    @classmethod
+    def resources_may_come_as_json(cls, given: object) -> object:
+        """`serve run` and `kvtide` hand every value over as text."""
+        if not isinstance(given, str):
+            return given
+        try:
+            return json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'{given!r} is not a JSON object like {{"name": 1}}') from error
 
     @model_validator(mode="after")
     def default_recipe_is_valid(self) -> Self:
@@ -120,7 +172,9 @@ class AppArgs(BaseModel):
     @property
     def name(self) -> str:
         """The model's name in the API."""
-        return self.served_name or os.path.basename(self.model.rstrip("/")).removesuffix(".gguf")
+        return (
+            self.served_name or os.path.basename(self.model.rstrip("/")).removesuffix(".gguf") or self.model
+        )
 
     def threads_per_replica(self, cores: int) -> int:
         """Compute threads of a prefill or decode replica on a machine of that many cores."""
@@ -131,7 +185,7 @@ class AppArgs(BaseModel):
         return ApiSettings(
             slow_reader_timeout_s=self.slow_reader_timeout_s,
             deadline_s=self.deadline_s,
-            max_n=self.max_n,
+            max_n=min(self.max_n, self.max_sequences),  # the choices of a request are decoded together
             api_key=self.api_key,
         )
 

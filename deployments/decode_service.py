@@ -1,17 +1,28 @@
-"""The decode side of a replica, without Ray: ask a prefill replica, pull the survivors, join the batch, stream tokens."""
+"""The decode side of a replica, without Ray: ask a prefill replica, pull survivors, join the batch, stream tokens."""
 
 import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
+from deployments.blocking import BlockingCalls, outlast
+from deployments.forecast import survivor_layout
+from deployments.journey import EventStream, Journey
 from deployments.loop import EngineLoop
 from deployments.reply import PrefillReply
 from deployments.shipping import poll_for_ever
 from engine.batch import DecodeEngine, StepResult
-from engine.errors import GenerationFailed, KvtideError, Overloaded, ReplicaLost
+from engine.errors import (
+    ContextOverflow,
+    GenerationFailed,
+    InvalidRequest,
+    KvtideError,
+    Overloaded,
+    ReplicaLost,
+)
 from engine.request import Event, GenerationRequest, TokenEvent
 from engine.sequence import Choice
 from engine.snapshot import SnapshotError, parse_snapshot
@@ -26,6 +37,8 @@ _log = logging.getLogger("kvtide.decode")
 _PULL_FLOOR_BYTES_PER_S = 50e6
 _PULL_LEAST_S = 5.0
 _RETRY_PAUSE_S = 0.25
+_PULL_THREADS = 8
+_WORD_THREADS = 2
 
 
 class PrefillClient(Protocol):
@@ -34,50 +47,6 @@ class PrefillClient(Protocol):
     async def prefill(self, request: GenerationRequest) -> PrefillReply:
         """As `PrefillService.prefill`. Raises `ReplicaLost` when the replica died; cancelling cancels it there."""
         ...
-
-
-class _Stream:
-    """Events of one request on their way from the engine's thread to its generator."""
-
-    def __init__(self) -> None:
-        self._arrived = asyncio.Event()
-        self._events: list[Event] = []
-        self._error: KvtideError | None = None
-
-    def put(self, events: Sequence[Event], error: KvtideError | None = None) -> None:
-        self._events.extend(events)
-        self._error = self._error or error
-        self._arrived.set()
-
-    async def take(self) -> list[Event]:
-        """All events that have come since the last call, at least one; raises what the engine reported."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
-        if not events and self._error is not None:
-            raise self._error
-        if self._error is not None:
-            self._arrived.set()
-        return events
-
-
-class _Journey:
-    """Attempts of one request and the deadline of its first token."""
-
-    def __init__(self, request: GenerationRequest, attempts: int, deadline: float) -> None:
-        self.request = request
-        self.deadline = deadline
-        self.used = 0
-        self._attempts = attempts
-
-    @property
-    def attempts_left(self) -> int:
-        return self._attempts - self.used
-
-    def next_attempt(self) -> GenerationRequest:
-        """The request under the next attempt number, which revokes what earlier ones left behind."""
-        self.used += 1
-        return replace(self.request, attempt=self.request.attempt + self.used - 1)
 
 
 class DecodeService:
@@ -102,12 +71,17 @@ class DecodeService:
         self._max_requests = max_requests
         self._attempts = attempts
         self._event_loop = asyncio.get_running_loop()
-        self._streams: dict[str, _Stream] = {}
-        self._active = 0
+        self._serial = 0
+        self._streams: dict[str, EventStream] = {}
+        self._request_ids: set[str] = set()
+        self._starts: set[asyncio.Task[None]] = set()
+        self._closing = False
         self._pulling = 0
         self._kept_tokens: dict[str, int] = {}
         self._totals = {"generated_tokens": 0.0, "recomputes": 0.0}
         self._pulled = asyncio.Event()
+        self._pulls = BlockingCalls("pull", _PULL_THREADS)
+        self._words = BlockingCalls("word", _WORD_THREADS)
         self._loop = EngineLoop(
             "decode", engine.step, lambda: not engine.idle, self._delivered, self._failed, threads
         )
@@ -118,55 +92,57 @@ class DecodeService:
 
         Raises `Overloaded`, `InvalidRequest`, `ReplicaLost`, `GenerationFailed`. Closing it frees everything.
         """
-        if self._active >= self._max_requests:
-            raise Overloaded(f"{self._active} requests run or wait already", retry_after_s=1.0)
-        if request.request_id in self._streams:
+        self._refuse_impossible(request)
+        if self._closing or not self._loop.alive:
+            raise ReplicaLost("this decode replica generates nothing any more")
+        if len(self._streams) >= self._max_requests:
+            raise Overloaded(f"{len(self._streams)} requests run or wait already", retry_after_s=1.0)
+        if request.request_id in self._request_ids:
             raise GenerationFailed(f"request id {request.request_id} is in use")
-        self._active += 1
-        stream = self._streams[request.request_id] = _Stream()
-        journey = _Journey(request, self._attempts, self._event_loop.time() + request.deadline_s)
-        open_choices: set[int] = set()
+        # Under a name of its own in the engine: a late abort or event must never hit another call of the same id.
+        self._serial += 1
+        name = f"{request.request_id}#{self._serial}"
+        stream = self._streams[name] = EventStream()
+        self._request_ids.add(request.request_id)
+        # Survivors are fetched while the consumer takes the first tokens: a slow one must not outlast the ticket.
+        start = asyncio.create_task(self._start(request, name, stream))
+        self._starts.add(start)
+        stream.follow(start)
+        open_choices = set(range(request.sampling.n))
         try:
-            reply = await self._ask(journey)
-            choices = [
-                Choice(request, index, self._pieces, self.engine.model.spec.end_tokens)
-                for index in range(request.sampling.n)
-            ]
-            events = [choice.accept(first) for choice, first in zip(choices, reply.first, strict=True)]
-            open_choices.update(event.choice for event in events if event.finish_reason is None)
-            self._kept_tokens[request.request_id] = reply.prompt.kept_tokens
-            yield [reply.prompt, *events]
-            if not open_choices:
-                await self._refuse(reply)
-                return
-            await self._join(journey, choices, reply)
             while open_choices:
                 batch = await stream.take()
-                for event in batch:
-                    if isinstance(event, TokenEvent) and event.finish_reason is not None:
-                        open_choices.discard(event.choice)
-                self._totals["generated_tokens"] += len(batch)
+                tokens = [event for event in batch if isinstance(event, TokenEvent)]
+                open_choices.difference_update(e.choice for e in tokens if e.finish_reason is not None)
+                self._totals["generated_tokens"] += len(tokens)
                 yield batch
         finally:
-            self._active -= 1
-            del self._streams[request.request_id]
-            self._kept_tokens.pop(request.request_id, None)
+            start.cancel()
+            cancelled = await outlast(start)
+            self._starts.discard(start)
+            self._request_ids.discard(request.request_id)
+            self._kept_tokens.pop(name, None)
+            del self._streams[name]
             if open_choices:
-                self.engine.abort(request.request_id)
+                self.engine.abort(name)
                 self._loop.wake()
+            if cancelled:
+                raise asyncio.CancelledError
 
     def health(self) -> None:
         """Raises RuntimeError when this replica should be replaced."""
         if self._loop.broken:
             raise RuntimeError("the decode engine fails every step")
+        if self._poller.done():
+            raise RuntimeError("transfers are not polled any more")
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals for the directory's report."""
         use, counters = self.engine.use, self.endpoint.counters
         return {
-            "queue": float(self._active - len(self._kept_tokens) + self.engine.waiting),
+            "queue": float(len(self._streams) - len(self._kept_tokens) + self.engine.waiting),
             "running": float(self.engine.running),
-            "active_requests": float(self._active),
+            "active_requests": float(len(self._streams)),
             "pages_used": float(use.used),
             "pages_total": float(use.total),
             "pages_owed": float(self.engine.pages_owed),
@@ -180,12 +156,59 @@ class DecodeService:
         }
 
     async def close(self) -> None:
-        """Stop the engine thread and the endpoint."""
-        self._poller.cancel()
+        """End every stream, stop the engine thread and the endpoint."""
+        self._closing = True
+        for start in list(self._starts):
+            start.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        for stream in self._streams.values():
+            stream.put((), ReplicaLost("the decode replica is closing"))
         await asyncio.to_thread(self._loop.stop)
+        self.engine.fail_all()
+        await self._pulls.close()
+        await self._words.close()
+        self._poller.cancel()
         self.endpoint.close()
 
-    async def _ask(self, journey: _Journey) -> PrefillReply:
+    def _refuse_impossible(self, request: GenerationRequest) -> None:
+        """Refuse before prefill works for it what this replica could never decode."""
+        spec, tokens, more = self.engine.model.spec, len(request.prompt), request.sampling.max_tokens
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if tokens + more > spec.context_length:
+            raise ContextOverflow(
+                f"prompt of {tokens} tokens and {more} new ones do not fit the context of {spec.context_length}"
+                " tokens",
+                "max_tokens",
+            )
+        if more == 1:
+            return
+        rows = len(self.engine.pool.tables)
+        if request.sampling.n > rows:
+            raise InvalidRequest(f"n {request.sampling.n} is more than the {rows} decoded at once", "n")
+        choice = Choice(request, 0, self._pieces, spec.end_tokens)
+        self.engine.refuse_impossible(choice, survivor_layout(spec, request))
+
+    async def _start(self, request: GenerationRequest, name: str, stream: EventStream) -> None:
+        """From prompt to running choices; first tokens are streamed on the way."""
+        journey = Journey(request, self._attempts, self._event_loop.time() + request.deadline_s)
+        reply = await self._ask(journey)
+        own = replace(request, request_id=name)
+        ends = self.engine.model.spec.end_tokens
+        choices = [Choice(own, index, self._pieces, ends) for index in range(request.sampling.n)]
+        try:
+            events = [choice.accept(first) for choice, first in zip(choices, reply.first, strict=True)]
+        except GenerationFailed:
+            self._refuse(reply)
+            raise
+        self._kept_tokens[name] = reply.prompt.kept_tokens
+        stream.put([reply.prompt, *events])
+        if all(choice.finish_reason is not None for choice in choices):
+            self._refuse(reply)  # a stop string ended every choice, which prefill does not look for
+        else:
+            await self._join(journey, choices, reply)
+
+    async def _ask(self, journey: Journey) -> PrefillReply:
         """Have the prompt prefilled, again elsewhere when a replica dies over it."""
         while True:
             attempt = journey.next_attempt()
@@ -202,7 +225,7 @@ class DecodeService:
                     f"no first token within {journey.request.deadline_s:g} s", retry_after_s=5.0
                 ) from None
 
-    async def _join(self, journey: _Journey, choices: Sequence[Choice], reply: PrefillReply) -> None:
+    async def _join(self, journey: Journey, choices: Sequence[Choice], reply: PrefillReply) -> None:
         """Fetch the survivors and queue the choices; a failed fetch is a recompute, counted."""
         while True:
             assert reply.ticket is not None, "prefill stages whatever decodes on"
@@ -216,47 +239,55 @@ class DecodeService:
                 raise ReplicaLost(f"survivors could not be fetched in {journey.used} attempts")
             reply = await self._ask(journey)
 
-    async def _fetch(self, journey: _Journey, ticket: Ticket) -> StagingLease | None:
+    async def _fetch(self, journey: Journey, ticket: Ticket) -> StagingLease | None:
         """Pull and acknowledge; None when this ticket cannot be had (the reason is counted)."""
-        while True:
-            pull = await self._pull(ticket)
-            if pull.lease is not None:
-                self.endpoint.acknowledge(ticket)
-                self._pulled.set()
-                return pull.lease
-            if pull.outcome is Outcome.NO_ROOM and self._event_loop.time() < journey.deadline:
+        try:
+            while True:
+                pull = await self._pull(ticket)
+                if pull.outcome is not Outcome.NO_ROOM:
+                    break
+                if ticket.nbytes > self.endpoint.capacity:
+                    raise InvalidRequest(
+                        f"what the recipe keeps of the prompt takes {ticket.nbytes} bytes, landing memory holds"
+                        f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
+                        "kv.budget",
+                    )
+                if self._event_loop.time() >= journey.deadline:
+                    break
                 await asyncio.sleep(_RETRY_PAUSE_S)  # admission of what has landed makes room
-                continue
-            _log.warning("pull for %s: %s %s", ticket.request_id, pull.outcome, pull.detail)
-            if pull.scope is Scope.PEER:
-                await asyncio.to_thread(self.endpoint.remove_peer, ticket.endpoint)
-            else:
-                await asyncio.to_thread(self.endpoint.refuse, ticket)
-            return None
+        except (asyncio.CancelledError, InvalidRequest):
+            self._words.post(partial(self.endpoint.refuse, ticket))
+            raise
+        if pull.lease is not None:
+            return pull.lease
+        _log.warning("pull for %s: %s %s", ticket.request_id, pull.outcome, pull.detail)
+        if pull.scope is Scope.PEER:
+            await self._words.run(partial(self.endpoint.remove_peer, ticket.endpoint))
+        else:
+            self._words.post(partial(self.endpoint.refuse, ticket))
+        return None
 
     async def _pull(self, ticket: Ticket) -> Pull:
+        """Pull in a thread, and acknowledge there what has landed."""
         gone = threading.Event()
-        self._pulling += 1
-        work = asyncio.ensure_future(
-            asyncio.to_thread(
-                self.endpoint.pull,
+
+        def pull() -> Pull:
+            landed = self.endpoint.pull(
                 ticket,
                 fingerprint=self.engine.model.spec.fingerprint.digest,
                 timeout_s=_PULL_LEAST_S + ticket.nbytes / _PULL_FLOOR_BYTES_PER_S,
                 cancelled=gone.is_set,
             )
-        )
+            if landed.ok:
+                self.endpoint.acknowledge(ticket)
+            return landed
+
+        self._pulling += 1
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            gone.set()
-            pull = await work
-            if pull.lease is not None:
-                pull.lease.release()
-            await asyncio.to_thread(self.endpoint.refuse, ticket)
-            raise
+            return await self._pulls.run(pull, stop=gone.set, discard=_give_up)
         finally:
             self._pulling -= 1
+            self._pulled.set()
 
     def _add(self, choices: Sequence[Choice], lease: StagingLease) -> None:
         """Hand landed survivors to the engine, from landing memory if they can be scattered now."""
@@ -275,10 +306,10 @@ class DecodeService:
             raise GenerationFailed(f"a verified snapshot cannot be read: {error}") from error
         self._loop.wake()
 
-    async def _refuse(self, reply: PrefillReply) -> None:
-        """Nobody will pull: a stop string ended every choice with its first token."""
+    def _refuse(self, reply: PrefillReply) -> None:
+        """Nobody will pull."""
         if reply.ticket is not None:
-            await asyncio.to_thread(self.endpoint.refuse, Ticket.from_bytes(reply.ticket))
+            self._words.post(partial(self.endpoint.refuse, Ticket.from_bytes(reply.ticket)))
 
     # Called in the engine's thread.
 
@@ -286,9 +317,13 @@ class DecodeService:
         self._event_loop.call_soon_threadsafe(self._hand_out, results)
 
     def _failed(self, error: Exception) -> None:
-        failure = GenerationFailed(f"decode failed: {type(error).__name__}")
-        lost = [StepResult(name, (), failure) for name in self.engine.fail_all()]
-        self._event_loop.call_soon_threadsafe(self._hand_out, lost)
+        names = list(self._streams)  # whom to tell when the engine cannot even say who was lost
+        try:
+            names = self.engine.fail_all()
+        finally:
+            failure = GenerationFailed(f"decode failed: {type(error).__name__}")
+            lost = [StepResult(name, (), failure) for name in names]
+            self._event_loop.call_soon_threadsafe(self._hand_out, lost)
 
     # Called in the event loop.
 
@@ -297,3 +332,9 @@ class DecodeService:
             stream = self._streams.get(result.request_id)
             if stream is not None:
                 stream.put(result.events, result.error)
+
+
+def _give_up(pull: Pull) -> None:
+    """What landed after all is not wanted any more."""
+    if pull.lease is not None:
+        pull.lease.release()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -20,15 +21,20 @@ from deployments.config import AppArgs, cluster_environment
 from engine.weights import ensure_weights
 
 _START_LIMIT_S = 600.0
+# Gateways that one node may hold; each listens on a port of its own.
+_INGRESS_PORTS = 64
+_TRIES = 200
 
 
 def launch(options: AppArgs, words: Sequence[str], *, host: str, port: int) -> int:
     """Serve until interrupted; → exit status of `serve run`. `words` are the user's own name=value options."""
+    if not _is_free("0.0.0.0", port):
+        raise RuntimeError(f"port {port} is in use; choose another with --port (or KVTIDE_PORT)")
     ensure_weights(options.model, progress=True)  # here, where a progress bar is seen, not in a replica
     # A cluster of its own, unless the user names one: attaching to whatever runs here would replace its application.
     environment = {
         "RAY_ADDRESS": "local",
-        **_free_proxy_ports(),
+        **own_ports(),
         **os.environ,
         **cluster_environment(),
         "PYTHONPATH": _import_path(),
@@ -54,18 +60,45 @@ def serve_config(options: AppArgs, host: str, port: int) -> dict[str, object]:
     }
 
 
-def _free_proxy_ports() -> dict[str, str]:
-    """HAProxy's own metrics and statistics ports, which are fixed and would keep a second service from starting."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        metrics, statistics = (str(each.getsockname()[1]) for each in sockets)
+def own_ports() -> dict[str, str]:
+    """Ports that Serve fixes, moved to where nobody listens.
+
+    HAProxy's metrics and statistics ports keep a second service on the machine from starting. Worse, the replicas' own
+    ports (30000 and up, opened with SO_REUSEPORT) are shared without an error, and requests reach the other service.
+    """
+    metrics = _free_block(2)
+    ingress = _free_block(_INGRESS_PORTS)
+    grpc = _free_block(_INGRESS_PORTS)
     return {
-        "RAY_SERVE_HAPROXY_METRICS_PORT": metrics,
-        "RAY_SERVE_HAPROXY_STATS_PORT": statistics,
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(metrics + 1),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ingress),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ingress + _INGRESS_PORTS - 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc + _INGRESS_PORTS - 1),
     }
+
+
+def _free_block(count: int) -> int:
+    """First of `count` neighbouring ports that nobody listens on, below the range the kernel hands out."""
+    for _ in range(_TRIES):
+        first = random.randrange(20_000, 32_000 - count)
+        if all(_is_free("0.0.0.0", port) for port in range(first, first + count)):
+            return first
+    raise RuntimeError(f"no {count} neighbouring free ports found in 20000-32000")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a connection in TIME_WAIT is no listener
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def _import_path() -> str:
@@ -107,11 +140,10 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> bool:
 
 
 def _greeting(options: AppArgs, url: str) -> str:
-    body = json.dumps(
-        {"model": options.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    )
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": options.name, "messages": [question], "max_tokens": 64, "temperature": 0})
     key = " -H 'Authorization: Bearer <your api_key>'" if options.api_key is not None else ""
     return (
         f"\nkvtide serves {options.name} at {url}/v1\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
     )

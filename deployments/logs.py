@@ -10,7 +10,8 @@ def configure_logs() -> None:
     logger = logging.getLogger("kvtide")
     if logger.handlers:
         return
-    handler = logging.StreamHandler(sys.stderr)
+    # Serve turns sys.stderr into a logger that holds lines back until a thousand have come.
+    handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(os.environ.get("KVTIDE_LOG_LEVEL", "INFO").upper())

@@ -16,7 +16,8 @@ class EngineLoop(Generic[Result]):
 
     `deliver` receives each step's results, `fail` an exception that a step raised; both are called in the thread. An
     engine whose step raised lost its requests (`fail` says so to them) but may serve new ones; after
-    `FAILURES_IN_A_ROW` such steps it is `broken`, for a health check to see. When `fail` itself raises, the thread ends.
+    `FAILURES_IN_A_ROW` such steps it is `broken`, for a health check to see. A `fail` that raises ends the
+    thread.
     """
 
     FAILURES_IN_A_ROW = 3
@@ -75,6 +76,6 @@ class EngineLoop(Generic[Result]):
                 _log.exception("a step failed (%d in a row)", self._failures)
                 self._fail(error)
                 continue
-            self._failures = 0
-            if results:
+            if results:  # a step with nothing to do, as after a failure, proves nothing
+                self._failures = 0
                 self._deliver(results)

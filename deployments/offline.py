@@ -3,6 +3,7 @@
 import sys
 
 from deployments.config import GIB, AppArgs
+from engine.errors import ContextOverflow, InvalidRequest
 from engine.local import LocalEngine
 from engine.model import load_model
 from engine.pool import PagePool, pool_page_bytes
@@ -24,10 +25,18 @@ def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temper
         )
     else:
         ids = tokenizer(text).input_ids
+    room = model.spec.context_length - len(ids)
+    if not ids:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    if room < 1:
+        raise ContextOverflow(
+            f"the prompt has {len(ids)} tokens, the context {model.spec.context_length}, and an answer needs one",
+            "prompt",
+        )
     pages = int(options.pool_gib * GIB) // pool_page_bytes(model.spec)
     pool = PagePool(model.spec, pages, options.max_n, model.spec.context_length)
     engine = LocalEngine(model, TokenPieces(tokenizer), pool, chunk_tokens=options.chunk_tokens)
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=temperature, max_tokens=min(max_tokens, room))
     request = GenerationRequest("generate", tuple(ids), sampling, options.recipe)
     for _, events in engine.stream([request]):
         for event in events:

@@ -8,11 +8,19 @@ from dataclasses import replace
 from functools import partial
 
 from deployments.blocking import BlockingCalls
+from deployments.forecast import survivor_layout
 from deployments.loop import EngineLoop
 from deployments.reply import PrefillReply
 from deployments.room import Room
 from deployments.shipping import poll_for_ever
-from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest, KvtideError, Overloaded, ReplicaLost
+from engine.errors import (
+    ContextOverflow,
+    GenerationFailed,
+    InvalidRequest,
+    KvtideError,
+    Overloaded,
+    ReplicaLost,
+)
 from engine.local import prompt_event
 from engine.prefill import PrefillDone, PrefillEngine, PrefillJob
 from engine.prefix import PrefixCache
@@ -139,6 +147,7 @@ class PrefillService:
         """Stop the engine thread, fail what waits for it, wait for running spills, end every ticket."""
         self._closing = True
         await asyncio.to_thread(self._loop.stop)
+        self.engine.fail_all()
         self._reject(list(self._waiters), ReplicaLost("the prefill replica is closing"))
         await asyncio.gather(*self._spills, return_exceptions=True)
         await self._tier_calls.close()
@@ -153,7 +162,18 @@ class PrefillService:
             raise InvalidRequest("the prompt is empty", "prompt")
         if tokens > spec.context_length:
             raise ContextOverflow(
-                f"prompt of {tokens} tokens does not fit the context of {spec.context_length} tokens", "prompt"
+                f"prompt of {tokens} tokens does not fit the context of {spec.context_length} tokens",
+                "prompt",
+            )
+        if request.sampling.max_tokens > 1:
+            self._refuse_unstageable(survivor_layout(spec, request).nbytes)
+
+    def _refuse_unstageable(self, nbytes: int) -> None:
+        if nbytes > self.endpoint.capacity:
+            raise InvalidRequest(
+                f"what the recipe keeps of the prompt takes {nbytes} bytes, transfer memory holds"
+                f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
+                "kv.budget",
             )
 
     def _refuse_if_gone(self) -> None:
@@ -221,12 +241,7 @@ class PrefillService:
 
     async def _reserve(self, nbytes: int) -> StagingLease:
         """Transfer memory, waiting for tickets to end while there is none."""
-        if nbytes > self.endpoint.capacity:
-            raise InvalidRequest(
-                f"what the recipe keeps of the prompt takes {nbytes} bytes, transfer memory holds"
-                f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
-                "kv.budget",
-            )
+        self._refuse_unstageable(nbytes)
         async with self._staging_line:
             while (lease := self.endpoint.reserve(nbytes)) is None:
                 self._staging_freed.clear()

@@ -226,7 +226,8 @@ class Gateway:
         self._backend = DecodePool(decode, application, args.attempts)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_application(self._backend, model_card(self._args), self._args.api_settings())
+        card = model_card(self._args)
+        return build_application(self._backend, card, self._args.api_settings(), answer_request_ids=False)
 
 
 def model_card(args: AppArgs) -> ModelCard:

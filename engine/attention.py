@@ -23,8 +23,8 @@ ATTENTION_NAME = "kvtide"
 class AttentionCall:
     """What a layer's attention needs beside q, k and v.
 
-    `window` counts visible keys, the query's own included (None: all). `softcap` 0 is off. `sinks` [Hq] are logits
-    that join the softmax denominator only (gpt-oss).
+    `window` counts visible keys, the query's own included (None: all). `softcap` 0 is off. `sinks` fp32 [Hq] are
+    logits that join the softmax denominator only (gpt-oss).
     """
 
     layer: int
@@ -66,9 +66,11 @@ def kvtide_attention(
         (not getattr(module, "is_causal", True), "bidirectional attention"),
     ):
         if found:
-            raise unsupported(module.config, what)  # type: ignore[arg-type]
+            raise unsupported(module.config, what)
     assert kvtide is not None
-    call = AttentionCall(int(module.layer_idx), scaling, sliding_window, softcap or 0.0, s_aux)  # type: ignore[arg-type]
+    # A parameter of the model: selection reads it later, outside of inference mode, and kernels want fp32.
+    sinks = None if s_aux is None else s_aux.detach().float()
+    call = AttentionCall(int(module.layer_idx), scaling, sliding_window, softcap or 0.0, sinks)  # type: ignore[arg-type]
     return kvtide.attend(call, query[0], key[0], value[0]).unsqueeze(0), None
 
 

@@ -55,18 +55,23 @@ class DecodeEngine:
     ) -> None:
         """Queue the unfinished choices of a request on one snapshot. Ownership of `buffer` until `release` is called.
 
-        Raises `InvalidRequest` (and does not take the buffer) when the pool could not hold one choice at its end.
+        Raises `InvalidRequest` (and does not take the buffer) when the pool could not hold one choice at its end, or
+        has fewer rows than there are choices.
         """
         live = [choice for choice in choices if choice.finish_reason is None]
         assert live, "nothing to decode"
         self.refuse_impossible(live[0], layout)
+        if len(live) > self.pool.rows:
+            raise InvalidRequest(
+                f"the decode pool runs {self.pool.rows} choices at once, not {len(live)}", "n"
+            )
         with self._lock:
             self._waiting.append(Pending(self._orders, live, layout, buffer, release))
             self._orders += 1
 
     def refuse_impossible(self, choice: Choice, layout: SnapshotLayout) -> None:
         """Raise `InvalidRequest` when even an empty pool could not hold one choice with all its tokens."""
-        more = choice.request.sampling.max_tokens
+        more = choice.request.sampling.max_tokens - len(choice.generated)
         needed, total = self.pool.pages_at(layout.meta.counts, more), self.pool.use.total
         if needed > total:
             raise InvalidRequest(
@@ -152,9 +157,9 @@ class DecodeEngine:
             self._waiting = [entry for entry in self._waiting if entry not in gone]
         for entry in gone:
             entry.release()
-        for entry in self._running:
-            if entry.choice.request.request_id in aborted:
-                self.pool.close(entry.row)
+        for running in self._running:
+            if running.choice.request.request_id in aborted:
+                self.pool.close(running.row)
         self._running = [e for e in self._running if e.choice.request.request_id not in aborted]
 
     def _retire(self, failed: set[str]) -> None:
@@ -174,7 +179,8 @@ class DecodeEngine:
             waiting = sorted(self._waiting, key=lambda entry: entry.order)
         heads = sum(layer.kv_heads for layer in self.pool.spec.layers)
         wishes = [
-            Waiting(self.pool.pages_for(e.layout.meta.counts), len(e.choices), heads * len(e.choices)) for e in waiting
+            Waiting(self.pool.pages_for(e.layout.meta.counts), len(e.choices), heads * len(e.choices))
+            for e in waiting
         ]
         count = admit(wishes, self.pool.use.free, self.pool.free_rows, len(self._running))
         for entry in waiting[:count]:

@@ -41,7 +41,9 @@ class DecodePort:
         return out
 
 
-def decode_step(model: Model, pool: PagePool, rows: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+def decode_step(
+    model: Model, pool: PagePool, rows: Sequence[int], tokens: Sequence[int], positions: Sequence[int]
+) -> Tensor:
     """Append tokens[b] at positions[b] to row rows[b] and return logits [B, vocab].
 
     Raises `OutOfPages` before anything ran. Results of a row do not depend on the other rows.

@@ -111,7 +111,8 @@ class LocalEngine:
     def _join(self, done: PrefillDone) -> list[Event]:
         request = done.job.request
         choices = [
-            Choice(request, index, self.pieces, self.model.spec.end_tokens) for index in range(request.sampling.n)
+            Choice(request, index, self.pieces, self.model.spec.end_tokens)
+            for index in range(request.sampling.n)
         ]
         events: list[Event] = [prompt_event(done, 0)]
         events += [choice.accept(first) for choice, first in zip(choices, done.first, strict=True)]
@@ -126,5 +127,3 @@ class LocalEngine:
 
 def _nothing() -> None:
     """The snapshot is plain host memory."""
-
-

@@ -11,17 +11,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from engine.errors import ModelUnavailable
 from engine.support import refuse_unsupported, unsupported
 from kv_tiers.block import BlockLayout
 from kv_tiers.keys import Fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -68,7 +71,7 @@ class ModelSpec:
 class Model:
     """A loaded model and its spec. `forward` is the only way to run it."""
 
-    def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
+    def __init__(self, network: PreTrainedModel, spec: ModelSpec) -> None:
         self.network = network
         self.spec = spec
 
@@ -132,20 +135,22 @@ def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model
     size of the blocks that its KV is kept in.
     Errors: `UnsupportedModel` by name, `ModelUnavailable` when the folder cannot be read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"no readable model configuration in {path}: {error}") from error
     refuse_unsupported(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unsupported(config, "another class than a causal language model")
     register_attention()
     chosen = choose_dtype(dtype, config.dtype)
     network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
     return wrap_model(network, end_tokens_of(path), block_tokens)
 
 
-def wrap_model(network: nn.Module, end_tokens: frozenset[int], block_tokens: int = 16) -> Model:
+def wrap_model(network: PreTrainedModel, end_tokens: frozenset[int], block_tokens: int = 16) -> Model:
     """Make a Model of a `transformers` causal LM whose attention implementation is ours; probes its layers."""
     network = network.eval()
     config = network.config
@@ -174,7 +179,9 @@ def wrap_model(network: nn.Module, end_tokens: frozenset[int], block_tokens: int
     fingerprint = _fingerprint(network, dtype, blocks)
     return Model(
         network,
-        ModelSpec(layers, dtype, text.vocab_size, text.max_position_embeddings, end_tokens, blocks, fingerprint),
+        ModelSpec(
+            layers, dtype, text.vocab_size, text.max_position_embeddings, end_tokens, blocks, fingerprint
+        ),
     )
 
 
@@ -196,8 +203,8 @@ def end_tokens_of(path: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         value = _json(path / name).get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
-    name = _json(path / "tokenizer_config.json").get("eos_token")
-    text = name.get("content") if isinstance(name, dict) else name
+    end = _json(path / "tokenizer_config.json").get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
     added = _json(path / "tokenizer.json").get("added_tokens", [])
     found.update(token["id"] for token in added if token["content"] == text)
     return frozenset(found)
@@ -207,16 +214,18 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _fingerprint(network: nn.Module, dtype: torch.dtype, blocks: BlockLayout) -> Fingerprint:
+def _fingerprint(network: PreTrainedModel, dtype: torch.dtype, blocks: BlockLayout) -> Fingerprint:
     """Identity of everything that decides the bytes of KV: configuration, weights, dtype, RoPE regime."""
     config = network.config.to_dict()
     rope = {key: value for key, value in config.items() if "rope" in key}
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation"):
         config.pop(volatile, None)
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(network.named_parameters()):
+    for name, tensor in sorted(
+        network.state_dict().items()
+    ):  # with the buffers that are weights: router biases
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return Fingerprint.of(
         config=json.dumps(config, sort_keys=True, default=str),
         weights=digest.digest(),

@@ -54,7 +54,9 @@ class PagePool:
         """`max_tokens`: slots that one head of one sequence can ever need (the context length)."""
         self.spec = spec
         self.page_bytes = pool_page_bytes(spec)
-        self.layouts: list[PageLayout] = [page_layout(s.head_dim, spec.dtype, self.page_bytes) for s in spec.layers]
+        self.layouts: list[PageLayout] = [
+            page_layout(s.head_dim, spec.dtype, self.page_bytes) for s in spec.layers
+        ]
         self.slots = np.array([layout.slots for layout in self.layouts], np.int32)
         self.memory = _aligned_bytes(pages, self.page_bytes)
         widest = -(-max_tokens // int(self.slots.min()))
@@ -79,6 +81,10 @@ class PagePool:
         return PoolUse(len(self._refs), len(self._refs) - self._free_count)
 
     @property
+    def rows(self) -> int:
+        return len(self._lengths)
+
+    @property
     def free_rows(self) -> int:
         return len(self._free_rows)
 
@@ -92,8 +98,8 @@ class PagePool:
         Windowed layers stop growing: their visible slots straddle at most one page more than they fill.
         """
         grown = counts.astype(np.int64) + more
-        limit = np.where(self._windows > 0, self._windows - 1 + self.slots, np.iinfo(np.int64).max)
-        return self.pages_for(np.minimum(grown, limit[:, None]))
+        most = self._windows - 1 + self.slots
+        return self.pages_for(np.where(self._windows[:, None] > 0, np.minimum(grown, most[:, None]), grown))
 
     def open(self, counts: NDArray[np.int32]) -> int:
         """A row with pages for `counts` [L, Hk] slots, lengths set, contents undefined. Raises `OutOfPages`."""
@@ -146,10 +152,12 @@ class PagePool:
             ops.copy_page(self.memory, int(old), int(page))
             self._tables[rows[b], layer, head, index[b, layer, head]] = page
             self._refs[old] -= 1
-        b, layer, head = missing.T
-        self._tables[rows[b], layer, head, index[b, layer, head]] = pages[: len(missing)]
+        batch, layers, heads = missing.T
+        self._tables[rows[batch], layers, heads, index[batch, layers, heads]] = pages[: len(missing)]
 
-    def _shared_last_pages(self, rows: NDArray[np.int64], current: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    def _shared_last_pages(
+        self, rows: NDArray[np.int64], current: NDArray[np.int32]
+    ) -> list[tuple[int, int, int]]:
         """(batch index, layer, head) of pages about to be written that another row also holds, one owner left alone."""
         if not self._forked.intersection(rows.tolist()):
             return []
@@ -197,7 +205,7 @@ class PagePool:
         return self._starts[row].copy()
 
     def check(self) -> None:
-        """Every page is free or counted as often as tables name it; lengths fit their pages. AssertionError otherwise."""
+        """AssertionError unless pages are free or counted as often as tables name them, and lengths fit their pages."""
         named = np.bincount(self._tables[self._tables >= 0], minlength=len(self._refs))
         assert (named == self._refs).all(), "reference counts differ from the tables"
         free = self._free[: self._free_count]
@@ -206,7 +214,9 @@ class PagePool:
         assert int((self._refs > 0).sum()) + self._free_count == len(self._refs), "a page is lost"
         assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
         for row in self._free_rows:
-            assert (self._tables[row] < 0).all() and not self._lengths[row].any(), f"free row {row} holds pages"
+            assert (self._tables[row] < 0).all() and not self._lengths[row].any(), (
+                f"free row {row} holds pages"
+            )
         first = self._starts[:, :, None] // self.slots[None, :, None]
         last = -(-self._lengths // self.slots[None, :, None])
         place = np.arange(self._tables.shape[3])

@@ -78,7 +78,9 @@ class PrefillEngine:
         """Room for a prompt's full KV. Raises `ContextOverflow` naming both numbers."""
         tokens, limit = len(request.prompt), self.model.spec.context_length
         if tokens > limit:
-            raise ContextOverflow(f"prompt of {tokens} tokens does not fit the context of {limit} tokens", "prompt")
+            raise ContextOverflow(
+                f"prompt of {tokens} tokens does not fit the context of {limit} tokens", "prompt"
+            )
         return Workspace(self.model.spec, tokens, query_window(request.recipe, tokens))
 
     def must_compute(self, request: GenerationRequest) -> int:
@@ -88,7 +90,9 @@ class PrefillEngine:
         """
         tokens = len(request.prompt)
         policy = get_policy(request.recipe)
-        if request.prompt_logprobs is not None or (policy.needs is Needs.ALL_QUERIES and not policy.keeps_all(tokens)):
+        if request.prompt_logprobs is not None or (
+            policy.needs is Needs.ALL_QUERIES and not policy.keeps_all(tokens)
+        ):
             return tokens
         return max(1, query_window(request.recipe, tokens))
 
@@ -126,7 +130,9 @@ class PrefillEngine:
             self._running = [job for job in self._running if job.key not in self._aborted]
             self._aborted.clear()
             jobs = {job.order: job for job in self._running}
-        plan = plan_prefill([PrefillNeed(job.order, job.remaining) for job in jobs.values()], self.chunk_tokens)
+        plan = plan_prefill(
+            [PrefillNeed(job.order, job.remaining) for job in jobs.values()], self.chunk_tokens
+        )
         if not plan:
             return []
         runs = [(jobs[order], count) for order, count in sorted(plan.items())]
@@ -171,7 +177,8 @@ class PrefillEngine:
         if not job.prompt_logprobs:
             job.prompt_logprobs.append(None)
         following = prompt[start + 1 : start + 1 + len(logits)]
-        for row, token in zip(logits, following, strict=False):  # the prompt's last row predicts the first new token
+        # Not strict: the prompt's last row predicts the first new token.
+        for row, token in zip(logits, following, strict=False):
             job.prompt_logprobs.append(token_logprob(row.float().numpy(), token, top))
 
     def _finish(self, job: PrefillJob, logits: Tensor) -> PrefillDone:
@@ -180,7 +187,9 @@ class PrefillEngine:
         survivors = select_survivors(job.workspace, request.recipe)
         took = time.perf_counter() - started
         layout = SnapshotLayout(spec, prompt_meta(spec, request.prompt, request.recipe.recipe_id, survivors))
-        rows = [SampleRow(request.sampling, choice, 0, request.prompt, ()) for choice in range(request.sampling.n)]
+        rows = [
+            SampleRow(request.sampling, choice, 0, request.prompt, ()) for choice in range(request.sampling.n)
+        ]
         first = sample(logits.expand(len(rows), -1), rows, spec.end_tokens)
         return PrefillDone(job, tuple(first), survivors, layout, took)
 

@@ -44,7 +44,7 @@ class PrefixCache:
         return block_keys(self.spec.fingerprint, prompt, self.spec.blocks.block_tokens, tenant=tenant)
 
     def load(self, workspace: Workspace, keys: Sequence[BlockKey], limit: int) -> int:
-        """Load the longest known run of blocks within the first `limit` tokens; → tokens loaded (`workspace.filled`)."""
+        """Load the longest known run of blocks in the first `limit` tokens; → tokens loaded (`workspace.filled`)."""
         size = self.spec.blocks.block_tokens
         wanted = keys[: limit // size]
         self.counters.tokens_asked += limit

@@ -21,7 +21,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `logprobs` is None (none wanted) or the number of top
     alternatives wanted beside the chosen token. `seed` is always set: the gateway draws one when the user gives none.
-    `stop_token_ids` end a choice and are not part of its text; the model's own end tokens join them unless `ignore_eos`.
+    `stop_token_ids` end a choice and are not part of its text; the model's own end tokens join them, unless
+    `ignore_eos` says otherwise.
     """
 
     temperature: float = 1.0

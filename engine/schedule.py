@@ -34,7 +34,8 @@ def plan_prefill(needs: Sequence[PrefillNeed], budget: int) -> dict[int, int]:
             plan[need.order] = plan.get(need.order, 0) + tokens
             left -= tokens
 
-    give(by_length[0], budget - budget // 2 if len(needs) > 1 else budget)
+    # A budget of one token goes to the oldest: endless short prompts must not stop it.
+    give(by_length[0], budget - max(1, budget // 2) if len(needs) > 1 else budget)
     for need in by_age:
         give(need, left)
     return plan

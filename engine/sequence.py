@@ -76,7 +76,7 @@ class Choice:
         return TokenEvent(self.choice, index, drawn.token_id, text, drawn.logprob, self.finish_reason)
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """Choices that wait for pages, with the snapshot they all start from.
 
@@ -91,7 +91,7 @@ class Pending:
     release: Callable[[], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A choice with a row in the page pool; `layout` is the snapshot its positions are counted from."""
 

@@ -110,14 +110,14 @@ def parse_snapshot(spec: ModelSpec, buffer: Tensor) -> SnapshotLayout:
     """
     if buffer.numel() < _HEADER.size:
         raise SnapshotError(f"{buffer.numel()} bytes are too short for a snapshot header")
-    magic, version, fingerprint, prompt, total, layers, heads, offset, payload, recipe_len, listed = _HEADER.unpack(
-        buffer[: _HEADER.size].numpy().tobytes()
+    magic, version, fingerprint, prompt, total, layers, heads, offset, payload, recipe_len, listed = (
+        _HEADER.unpack(buffer[: _HEADER.size].numpy().tobytes())
     )
     if magic != _MAGIC or version != _VERSION:
         raise SnapshotError(f"not a version {_VERSION} snapshot")
     if fingerprint != spec.fingerprint.digest:
         raise SnapshotError("snapshot of another model, dtype or RoPE regime")
-    if layers != len(spec.layers) or heads != spec.max_kv_heads or prompt > total or not _HEADER.size <= offset:
+    if (layers, heads) != (len(spec.layers), spec.max_kv_heads) or prompt > total or offset < _HEADER.size:
         raise SnapshotError("snapshot header contradicts the model")
     if offset + payload != buffer.numel():
         raise SnapshotError(f"snapshot of {offset + payload} bytes in a buffer of {buffer.numel()}")
@@ -131,11 +131,28 @@ def parse_snapshot(spec: ModelSpec, buffer: Tensor) -> SnapshotLayout:
     size = layers * heads
     counts, raw = np.frombuffer(raw, "<i4", size).astype(np.int32).reshape(layers, heads), raw[4 * size :]
     flat = np.frombuffer(raw, "<i4", listed).astype(np.int32)
+    _refuse_impossible_counts(spec, counts, firsts, total)
     positions = _split_positions(spec, counts, firsts, flat)
+    if (flat < 0).any() or (flat >= total).any() or (tokens >= spec.vocab_size).any():
+        raise SnapshotError("snapshot names a token or position that does not exist")
     layout = SnapshotLayout(spec, SnapshotMeta(prompt, tokens, recipe, counts, firsts, positions))
-    if (counts < 0).any() or layout.payload_offset != offset or layout.payload_bytes != payload:
+    if layout.payload_offset != offset or layout.payload_bytes != payload:
         raise SnapshotError("snapshot lengths do not add up")
     return layout
+
+
+def _refuse_impossible_counts(
+    spec: ModelSpec, counts: NDArray[np.int32], firsts: NDArray[np.int64], total: int
+) -> None:
+    """Counts lie between 0 and `total`, heads that do not exist keep nothing, and heads of a range keep the same."""
+    heads = np.array([layer.kv_heads for layer in spec.layers])
+    missing = np.arange(counts.shape[1])[None, :] >= heads[:, None]
+    if (counts < 0).any() or (counts > total).any() or counts[missing].any():
+        raise SnapshotError("snapshot counts contradict the model")
+    uneven = ((counts != counts[:, :1]) & ~missing).any(1)
+    beyond = (firsts > total) | (firsts + counts[:, 0] > total)
+    if (firsts < -1).any() or ((firsts >= 0) & (uneven | beyond)).any():
+        raise SnapshotError("snapshot ranges do not fit its tokens")
 
 
 def _split_positions(

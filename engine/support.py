@@ -18,6 +18,7 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 def refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise `UnsupportedModel` naming what this model needs and kvtide does not have; return if it can be served."""
     text = config.get_text_config()
+    batch_rope = _rope_types(text) & _BATCH_DEPENDENT_ROPE
     for found, what in (
         (config.is_encoder_decoder, "cross-attention of an encoder-decoder"),
         (_field(text, "kv_lora_rank"), "multi-head latent attention (kv_lora_rank)"),
@@ -26,7 +27,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             f"layers other than softmax attention ({', '.join(sorted(_other_layers(text)))})",
         ),
         (_recurrent(text), "recurrent (state space) layers"),
-        (_rope_types(text) & _BATCH_DEPENDENT_ROPE, f"RoPE scaling {', '.join(sorted(_rope_types(text)))}"),
+        (batch_rope, f"RoPE scaling {', '.join(sorted(batch_rope))}"),
         (_has_key(_rope_parameters(text), "mrope_section"), "multimodal RoPE (mrope_section)"),
         (_field(text, "num_kv_shared_layers"), "KV shared between layers (num_kv_shared_layers)"),
         (_field(text, "attention_chunk_size"), "chunked attention (attention_chunk_size)"),

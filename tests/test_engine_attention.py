@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import one_thread  # noqa: F401
 from torch import Tensor
 
 from engine.attention import AttentionCall, causal_attention
@@ -16,14 +16,6 @@ from engine.attention import AttentionCall, causal_attention
 # Largest error over the largest value; bf16 rounds weights and results to 8 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def explicit(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
@@ -148,7 +140,9 @@ def test_chunks_of_any_size_add_up_to_one_pass(window, softcap):
         for start in range(0, 70, chunk):
             stop = min(70, start + chunk)
             query = whole.query[:, start:stop].contiguous()
-            parts.append(causal_attention(whole.call, query, whole.key[:, :stop], whole.value[:, :stop], start))
+            parts.append(
+                causal_attention(whole.call, query, whole.key[:, :stop], whole.value[:, :stop], start)
+            )
         torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=1e-5, rtol=0)
 
 

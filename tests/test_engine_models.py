@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
-from tiny_models import FAMILIES, Pair, tiny, tokens_of
+from tiny_models import FAMILIES, Pair, one_thread, tiny, tokens_of  # noqa: F401
 from torch import Tensor
 
 from engine.decode import decode_step
 from engine.model import Model
 from engine.workspace import PrefillPort, Workspace
+from policies import Recipe
 
 # Largest difference of logits, whose spread is about 1, between two orders of fp32 sums.
 TOLERANCE = 1e-4
 WINDOWED = ["mistral", "gemma2", "gemma3", "gpt_oss"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prefill_logits(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
@@ -33,7 +26,9 @@ def prefill_logits(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -
     spaces = [Workspace(model.spec, len(prompt), 0) for prompt in prompts]
     parts: list[list[Tensor]] = [[] for _ in prompts]
     while any(space.filled < space.tokens for space in spaces):
-        runs = [(i, spaces[i].filled, min(chunk, spaces[i].tokens - spaces[i].filled)) for i in range(len(spaces))]
+        runs = [
+            (i, spaces[i].filled, min(chunk, spaces[i].tokens - spaces[i].filled)) for i in range(len(spaces))
+        ]
         runs = [run for run in runs if run[2]]
         tokens = [token for i, start, count in runs for token in prompts[i][start : start + count]]
         positions = [place for _, start, count in runs for place in range(start, start + count)]
@@ -72,7 +67,8 @@ def test_paged_decode_of_a_mixed_batch_equals_one_forward_pass(family: str) -> N
     assert attention_matters(pair, texts[1])
     wanted = [pair.full_logits(text) for text in texts]
     requests = [
-        tiny_models.request(str(i), text[:length]) for i, (text, length) in enumerate(zip(texts, lengths, strict=True))
+        tiny_models.request(str(i), text[:length])
+        for i, (text, length) in enumerate(zip(texts, lengths, strict=True))
     ]
     done = tiny_models.prefill_all(pair.model, requests, chunk=13)
     pool = tiny_models.new_pool(pair.model)
@@ -107,7 +103,8 @@ def test_windowed_layers_stay_equal_and_small_far_beyond_the_window(family: str)
     assert pool.use.used == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# A mixture of experts multiplies a row together with the others of its expert, so its last bits may differ.
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt_oss"}))
 def test_rows_do_not_feel_their_neighbours(family: str) -> None:
     pair = tiny(family)
     prompts = [tokens_of(length, length) for length in (30, 9, 44, 25, 12, 18, 40, 33, 28, 10, 11)]
@@ -151,17 +148,22 @@ def test_the_fingerprint_names_weights_and_configuration_and_nothing_else() -> N
     assert digest("llama", rope_parameters=rope) != first, "another RoPE regime"
 
 
-def test_a_bfloat16_model_serves_its_own_dtype() -> None:
-    network = tiny_models.build_network("llama").to(torch.bfloat16)
+# bf16 keeps 8 bits; a recipe that drops a tenth of flat random attention costs more than that.
+@pytest.mark.parametrize(
+    ("recipe", "tolerance"), [(tiny_models.FULL, 0.1), (tiny_models.snapkv(36), 0.5)], ids=["full", "snapkv"]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_bfloat16_model_serves_its_own_dtype(family: str, recipe: Recipe, tolerance: float) -> None:
+    network = tiny_models.build_network(family).to(torch.bfloat16)
     model = tiny_models.wrap_model(network, frozenset())
     text = tokens_of(60)
-    done = tiny_models.prefill_all(model, [tiny_models.request("a", text[:40])], chunk=16)["a"]
+    done = tiny_models.prefill_all(model, [tiny_models.request("a", text[:40], recipe)], chunk=16)["a"]
     pool = tiny_models.new_pool(model)
     logits = tiny_models.decode_row(model, pool, tiny_models.join(pool, done), text[40:], 40)
-    wanted = tiny("llama").full_logits(text)[40:]
+    wanted = tiny(family).full_logits(text)[40:]
     assert logits.dtype is torch.bfloat16
     error = (logits.float() - wanted).abs().mean()
-    assert error < 0.05 * wanted.std(), float(error)  # bf16 keeps 8 bits
+    assert error < tolerance * wanted.std(), float(error)
 
 
 def test_a_row_at_its_first_step_sees_exactly_the_window() -> None:
@@ -175,7 +177,9 @@ def test_a_row_at_its_first_step_sees_exactly_the_window() -> None:
         counts = done.layout.meta.counts
         assert np.array_equal(counts, np.full_like(counts, 19))
         pool = tiny_models.new_pool(pair.model)
-        return tiny_models.decode_row(pair.model, pool, tiny_models.join(pool, done), tokens[-1:], len(tokens) - 1)
+        return tiny_models.decode_row(
+            pair.model, pool, tiny_models.join(pool, done), tokens[-1:], len(tokens) - 1
+        )
 
     base = last_logits(text)
     for back, matters in ((layer_reach, True), (layer_reach + 1, False)):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tiny_models import plain_spec
+from tiny_models import one_thread, plain_spec  # noqa: F401
 
 from engine.pool import OutOfPages, PagePool, pool_page_bytes
 from kernels import ops
@@ -66,7 +66,9 @@ class PoolMachine(RuleBasedStateMachine):
             if window is not None:
                 counts[layer, :heads] = data.draw(st.integers(1, window - 1))
             else:
-                counts[layer, :heads] = data.draw(st.lists(st.integers(1, 70), min_size=heads, max_size=heads))
+                counts[layer, :heads] = data.draw(
+                    st.lists(st.integers(1, 70), min_size=heads, max_size=heads)
+                )
         wanted = sum(-(-int(counts[layer, head]) // self.slots[layer]) for layer, head in PLACES)
         assert self.pool.pages_for(counts) == wanted
         if wanted > self.total - len(self.live_pages()):
@@ -153,7 +155,13 @@ class PoolMachine(RuleBasedStateMachine):
             shape = (len(batch), heads, -1)
             tables, lengths = self.pool.tables[:, layer, :heads], self.pool.lengths[:, layer, :heads]
             ops.append(
-                self.pool.memory, self.pool.layouts[layer], tables, lengths, rows, k.view(shape), v.view(shape)
+                self.pool.memory,
+                self.pool.layouts[layer],
+                tables,
+                lengths,
+                rows,
+                k.view(shape),
+                v.view(shape),
             )
             for i, row in enumerate(batch):
                 for head in range(heads):
@@ -230,7 +238,9 @@ def grow(pool, row, tokens):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kept=st.lists(st.integers(1, 80), min_size=3, max_size=3), more=st.integers(0, 120), window=st.integers(1, 70)
+    kept=st.lists(st.integers(1, 80), min_size=3, max_size=3),
+    more=st.integers(0, 120),
+    window=st.integers(1, 70),
 )
 def test_pages_at_is_the_most_that_a_growing_sequence_holds(kept, more, window):
     full = PagePool(plain_spec([(3, 32, None)]), 100, 1, 400)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import golden_engine as ge
 import numpy as np
 import pytest
 import torch
 
-import golden_engine as ge
 from engine.local import Completion
 from engine.prefill import PrefillDone
 from engine.prefix import PrefixCache
@@ -208,7 +208,12 @@ def test_snapkv_with_room_for_the_prompt_equals_full(warm: dict[str, Completion]
 
 @pytest.mark.parametrize(
     ("run", "index"),
-    [(run, i) for run in ("full", "snapkv512", "snapkv256") for i in WITH_LOGITS if (run, i) != ("snapkv512", 5)],
+    [
+        (run, i)
+        for run in ("full", "snapkv512", "snapkv256")
+        for i in WITH_LOGITS
+        if (run, i) != ("snapkv512", 5)
+    ],
 )
 def test_likeliest_tokens_have_the_golden_log_probabilities(
     cold: dict[str, Completion], warm: dict[str, Completion], run: str, index: int

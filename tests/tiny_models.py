@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models
@@ -25,6 +26,16 @@ from engine.text import TokenPieces
 from kv_tiers.block import BlockLayout
 from kv_tiers.keys import Fingerprint
 from policies import Recipe, make_recipe
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Modules that import this run on one thread: these matrices are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 VOCABULARY = 96
 # Random projections leave attention nearly flat; this makes it as peaked as a trained model's.
@@ -158,7 +169,9 @@ def plain_spec(
     identity = Fingerprint.of(
         config=repr(layers), weights=b"", dtype=str(dtype), layout=blocks.layout_id, rope="", adapter=None
     )
-    specs = tuple(LayerSpec(heads * group, heads, dim, dim**-0.5, window, 0.0, None) for heads, dim, window in layers)
+    specs = tuple(
+        LayerSpec(heads * group, heads, dim, dim**-0.5, window, 0.0, None) for heads, dim, window in layers
+    )
     return ModelSpec(specs, dtype, VOCABULARY, 1024, frozenset({1}), blocks, identity)
 
 
@@ -188,7 +201,9 @@ def local_engine(
     return LocalEngine(model, pieces(), new_pool(model, pages, rows), chunk_tokens=chunk, prefix=prefix)
 
 
-def prefill_all(model: Model, requests: Sequence[GenerationRequest], chunk: int = 64) -> dict[str, PrefillDone]:
+def prefill_all(
+    model: Model, requests: Sequence[GenerationRequest], chunk: int = 64
+) -> dict[str, PrefillDone]:
     """Prefill requests together; → finished prompts by request id."""
     engine = PrefillEngine(model, chunk_tokens=chunk)
     for wanted in requests:

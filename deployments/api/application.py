@@ -20,8 +20,13 @@ from engine.errors import KvtideError
 _log = logging.getLogger("kvtide.api")
 
 
-def build_application(backend: Backend, card: ModelCard, settings: ApiSettings | None = None) -> FastAPI:
-    """The OpenAI-compatible API for one model. No global state: every call makes its own application."""
+def build_application(
+    backend: Backend, card: ModelCard, settings: ApiSettings | None = None, *, answer_request_ids: bool = True
+) -> FastAPI:
+    """The OpenAI-compatible API for one model. No global state: every call makes its own application.
+
+    `answer_request_ids` False where the server itself puts x-request-id on responses (Ray Serve).
+    """
     edge = Edge(backend, card, settings or ApiSettings(), ApiMetrics())
     application = FastAPI(
         title="kvtide", version=card.version, docs_url=None, redoc_url=None, openapi_url=None
@@ -35,7 +40,9 @@ def build_application(backend: Backend, card: ModelCard, settings: ApiSettings |
     application.add_exception_handler(Exception, _refuse)
     if edge.settings.api_key is not None:
         application.add_middleware(BearerKey, key=edge.settings.api_key.get_secret_value())
-    application.add_middleware(RequestIds)  # added last, so outermost: refusals carry an id too
+    application.add_middleware(
+        RequestIds, answer=answer_request_ids
+    )  # added last, so outermost: refusals carry an id too
     return application
 
 

@@ -23,10 +23,15 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class RequestIds:
-    """Takes the client's x-request-id, or draws one; puts it into `scope["state"]` and on every response."""
+    """Takes the client's x-request-id, or draws one; puts it into `scope["state"]` and on every response.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `answer` False leaves responses alone: behind Ray Serve, whose own middleware gives every request an id and adds
+    it to every response, a second header would stand beside the first.
+    """
+
+    def __init__(self, app: ASGIApp, answer: bool = True) -> None:
         self._app = app
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -38,7 +43,7 @@ class RequestIds:
         request_id = given if good and given is not None else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if self._answer and message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
