@@ -130,7 +130,7 @@ async def run_together(
             asyncio.create_task(stream.run(client, each))
             for stream, each in zip(streams, requests, strict=True)
         ]
-        all_joined = asyncio.gather(*(stream.joined.wait() for stream in streams))
+        all_joined = asyncio.create_task(_all_joined(streams))
         try:
             await asyncio.wait(
                 {all_joined, *tasks}, timeout=_JOIN_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
@@ -149,6 +149,11 @@ async def run_together(
                 task.cancel()
             await asyncio.gather(*tasks, all_joined, return_exceptions=True)
     return Together(streams, began, ended, seen)
+
+
+async def _all_joined(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        await stream.joined.wait()
 
 
 def observe(together: Together[Seen], tokenizer: PreTrainedTokenizerBase) -> Window:

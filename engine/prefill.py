@@ -20,7 +20,7 @@ from engine.sampler import Sampled, SampleRow, SamplingError, sample, token_logp
 from engine.schedule import PrefillNeed, plan_prefill
 from engine.snapshot import SnapshotLayout, pack_prompt, prompt_meta
 from engine.survivors import LayerSurvivors, query_window, select_survivors
-from engine.workspace import PrefillPort, Workspace
+from engine.workspace import PrefillPort, StepAbandoned, Workspace
 from policies import get_policy
 from policies.policy import Needs
 
@@ -136,7 +136,10 @@ class PrefillEngine:
         if not plan:
             return []
         runs = [(jobs[order], count) for order, count in sorted(plan.items())]
-        logits = self._forward(runs)
+        try:
+            logits = self._forward(runs)
+        except StepAbandoned:
+            return []  # the next step drops its jobs
         finished = [job for job, _ in runs if job.remaining == 0]
         with self._lock:
             self._running = [job for job in self._running if job.remaining]
@@ -155,7 +158,11 @@ class PrefillEngine:
             tokens.extend(job.request.prompt[start : start + count])
             positions.extend(range(start, start + count))
             wanted.extend(range(first_wanted, len(tokens)))
-        port = PrefillPort([(job.workspace, job.workspace.filled, count) for job, count in runs])
+        port = PrefillPort(
+            [(job.workspace, job.workspace.filled, count) for job, count in runs],
+            # A chunk can take a second; a client that leaves frees everything sooner than that.
+            lambda: all(job.key in self._aborted for job, _ in runs),
+        )
         logits = self.model.forward(tokens, positions, port, wanted)
         ends, at = [], 0
         for job, count in runs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,14 +50,26 @@ class Workspace:
         return causal_attention(call, query, keys[:, :stop], values[:, :stop], start)
 
 
+class StepAbandoned(Exception):
+    """Nobody wants the results of the running step any more; it was left between two layers."""
+
+
 class PrefillPort:
     """Attention port of one prefill step: consecutive runs of the flattened batch belong to different workspaces."""
 
-    def __init__(self, runs: Sequence[tuple[Workspace, int, int]]) -> None:
-        """`runs`: (workspace, first position, token count) in the order of the flattened batch."""
+    def __init__(
+        self, runs: Sequence[tuple[Workspace, int, int]], abandoned: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`runs`: (workspace, first position, token count) in the order of the flattened batch.
+
+        `abandoned` is asked before every layer; when it says so the step ends with `StepAbandoned`.
+        """
         self._runs = runs
+        self._abandoned = abandoned
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._abandoned():
+            raise StepAbandoned
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         offset = 0
         for workspace, start, count in self._runs:

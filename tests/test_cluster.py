@@ -182,9 +182,9 @@ def test_a_client_that_leaves_frees_everything(service: Service) -> None:
 
     leave_early()
     left = time.monotonic()
-    service.wait_idle(10)
-    # Gauges are a second old at most; the sequence itself ends within a second.
-    assert time.monotonic() - left < 3
+    service.wait_idle(20)
+    # It ends within a second; gauges are a second old at most, and the machine may be busy.
+    assert time.monotonic() - left < 6
 
 
 def test_a_client_that_leaves_during_prefill_frees_everything(service: Service) -> None:
@@ -192,8 +192,8 @@ def test_a_client_that_leaves_during_prefill_frees_everything(service: Service) 
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{service.url}/v1/completions", json=body, timeout=1.0)
     left = time.monotonic()
-    service.wait_idle(10)
-    assert time.monotonic() - left < 3
+    service.wait_idle(20)
+    assert time.monotonic() - left < 6
 
 
 def test_clients_that_do_not_read_hold_nobody_up(service: Service, client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Prefix reuse behind the reply: later prompts find the blocks, nobody sees half-written ones, failures cost nothing."""
+"""Prefix reuse behind the reply: later prompts find whole blocks, and failures of the tier cost nothing."""
 
 from __future__ import annotations
 
