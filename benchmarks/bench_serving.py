@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import AutoTokenizer
@@ -65,38 +65,35 @@ def print_machine(machines: Sequence[Machine]) -> Figures:
     return figures
 
 
-def print_cold(colds: Sequence[Cold], local: bool) -> Figures:
+def print_cold(cold: Cold, local: bool) -> Figures:
     print(
         f"\n{'cold':<6}{'policy':<12}{'bare s':>8}{'TTFT s':>8}{'ratio':>7}{'cpu ratio':>11}"
         f"{'handover ms':>13}{'shipped MB':>12}{'kept':>6}{'rounds':>8}   same first token as bare"
     )
-    figures: Figures = {}
-    for cold in colds:
-        bare = statistics.median(each.wall_s for each in cold.bare)
-        figures[f"bare_s_{cold.size}"] = round(bare, 3)
-        for policy in POLICIES:
-            ttft = statistics.median(cold.ttft_s[policy])
-            handover = statistics.median(cold.handover_s[policy]) * 1e3
-            cpu = f"{cold.cpu_ratio(policy):.2f}" if local else "-"
-            same = f"   {sum(cold.same_token)}/{len(cold.same_token)}" if policy == "full" else ""
-            print(
-                f"{cold.size:<6}{policy:<12}{bare:>8.2f}{ttft:>8.2f}{cold.ratio(policy):>7.2f}{cpu:>11}"
-                f"{handover:>13.0f}{cold.shipped_bytes[policy] / 1e6:>12.1f}{cold.kept_tokens[policy]:>6}"
-                f"{len(cold.bare):>8}{same}"
-            )
-            key = f"{cold.size}_{policy.replace(' ', '')}"
-            figures[f"ttft_s_{key}"] = round(ttft, 3)
-            figures[f"ttft_ratio_{key}"] = round(cold.ratio(policy), 3)
-            if local:
-                figures[f"ttft_cpu_ratio_{key}"] = round(cold.cpu_ratio(policy), 3)
-            figures[f"handover_ms_{key}"] = round(handover, 1)
+    bare = statistics.median(each.wall_s for each in cold.bare)
+    figures: Figures = {f"bare_s_{cold.size}": round(bare, 3)}
+    for policy in POLICIES:
+        ttft = statistics.median(cold.ttft_s[policy])
+        handover = statistics.median(cold.handover_s[policy]) * 1e3
+        cpu = f"{cold.cpu_ratio(policy):.2f}" if local else "-"
+        same = f"   {sum(cold.same_token)}/{len(cold.same_token)}" if policy == "full" else ""
+        print(
+            f"{cold.size:<6}{policy:<12}{bare:>8.2f}{ttft:>8.2f}{cold.ratio(policy):>7.2f}{cpu:>11}"
+            f"{handover:>13.0f}{cold.shipped_bytes[policy] / 1e6:>12.1f}{cold.kept_tokens[policy]:>6}"
+            f"{len(cold.bare):>8}{same}"
+        )
+        key = f"{cold.size}_{policy.replace(' ', '')}"
+        figures[f"ttft_s_{key}"] = round(ttft, 3)
+        figures[f"ttft_ratio_{key}"] = round(cold.ratio(policy), 3)
+        if local:
+            figures[f"ttft_cpu_ratio_{key}"] = round(cold.cpu_ratio(policy), 3)
+        figures[f"handover_ms_{key}"] = round(handover, 1)
     return figures
 
 
 def print_loads(
-    loads: Sequence[Load], colds: Sequence[Cold], sizes: ModelSizes, machine: Machine, page_bytes: int
+    loads: Sequence[Load], kept: Mapping[str, int], sizes: ModelSizes, machine: Machine, page_bytes: int
 ) -> Figures:
-    kept = {(cold.size, name): count for cold in colds for name, count in cold.kept_tokens.items()}
     print(
         f"\n{'load':<6}{'policy':<12}{'N':>3}{'tokens/s':>10}{'p50 ms':>8}{'p99 ms':>8}{'floor ms':>10}"
         f"{'x floor':>9}{'warm TTFT s':>13}{'KV pages MB':>13}{'prefill MB':>12}{'decode MB':>11}"
@@ -107,7 +104,7 @@ def print_loads(
         floor = load.floor_s(
             sizes.weight_bytes,
             sizes.kv_bytes_per_token,
-            kept[load.size, load.policy],
+            kept[load.policy],
             machine.read_bytes_per_s,
         )
         rate, ttft = statistics.median(load.tokens_per_s), statistics.median(load.ttfts_s)
@@ -160,14 +157,13 @@ def measure(bench: Bench, options: argparse.Namespace, threads: int) -> Figures:
     print(
         f"\na prompt of 16 tokens: {figures['fixed_overhead_ms']:.0f} ms over its bare forward, best against best"
     )
-    colds, loads = [], []
+    page_bytes = min_page_bytes(sizes.head_dim, dtype)
     for size in options.sizes:
         cold_rounds, load_rounds = _rounds(size, options.quick)
-        colds.append(bench.cold(size, cold_rounds))
-        loads += bench.loads(size, options.concurrency, load_rounds, 2.0 if options.quick else 3.0)
-    figures |= print_cold(colds, bool(bench.prefill.pids))
-    page_bytes = min_page_bytes(sizes.head_dim, dtype)
-    figures |= print_loads(loads, colds, sizes, machines[threads], page_bytes)
+        cold = bench.cold(size, cold_rounds)
+        figures |= print_cold(cold, bool(bench.prefill.pids))
+        loads = bench.loads(size, options.concurrency, load_rounds, 2.0 if options.quick else 3.0)
+        figures |= print_loads(loads, cold.kept_tokens, sizes, machines[threads], page_bytes)
     peaks = {pool: Processes.of_pool(bench.service, pool).peak_rss_mb() for pool in POOLS}
     print(
         "\npeak resident MB (shared memory included): "

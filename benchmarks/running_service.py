@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 60.0
-_IDLE_LIMIT_S = 30.0
+_IDLE_LIMIT_S = 120.0
 # Gauges are a heartbeat (1 s) old at most.
 _HEARTBEAT_S = 1.1
 _BUSY_GAUGES = ("queue", "running", "spills_running", "pages_used", "pulls_running")
@@ -36,7 +36,7 @@ class Service:
         return self._sums((name,))
 
     def wait_idle(self) -> None:
-        """Return when no replica has anything to do. SystemExit when that takes longer than half a minute."""
+        """Return when no replica has anything to do. SystemExit when that takes longer than two minutes."""
         limit = time.monotonic() + _IDLE_LIMIT_S
         time.sleep(_HEARTBEAT_S)
         while self._sums(_BUSY_GAUGES):

@@ -98,7 +98,12 @@ def expected(request: GenerationRequest) -> Completion:
     """What the engine alone makes of a request."""
     pool = PagePool(model().spec, 4000, 16, CONTEXT)
     engine = LocalEngine(model(), pieces(), pool, chunk_tokens=64)
-    return engine.generate([request])[request.request_id]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the services' engines; more would only get in each other's way
+    try:
+        return engine.generate([request])[request.request_id]
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Direct:

@@ -240,6 +240,20 @@ async def test_a_lost_acknowledgement_lets_the_ticket_expire():
         assert s.prefill.endpoint.counters.tickets[EndReason.EXPIRED] == 1
 
 
+async def test_a_source_that_died_holds_no_landing_room_and_no_pages():
+    async with stand(ticket_ttl_s=0.3, attempts=2) as s:
+
+        async def kill(request, reply):
+            if request.attempt == 0:
+                s.decode.endpoint._wire._fabric.kill("prefill")
+
+        s.client.after = kill
+        with pytest.raises(ReplicaLost, match="2 attempts"):
+            await s.run(ask())
+        assert s.decode.endpoint.counters.pulls[Outcome.PEER_LOST] == 2
+        assert s.decode.endpoint.used_bytes == 0 and s.decode.engine.use.used == 0
+
+
 async def test_a_ticket_that_expired_before_the_pull_is_a_recompute():
     faults = [FaultRule(Fault.DELAY, nth={0}, amount=0.3)]
     async with stand(decode_faults=faults, ticket_ttl_s=0.1) as s:
