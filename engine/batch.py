@@ -75,7 +75,7 @@ class DecodeEngine:
         needed, total = self.pool.pages_at(layout.meta.counts, more), self.pool.use.total
         if needed > total:
             raise InvalidRequest(
-                f"keeping {layout.meta.kept_tokens} prompt tokens and {more} new ones takes {needed} pages of"
+                f"keeping {layout.kept_tokens} prompt tokens and {more} new ones takes {needed} pages of"
                 f" {self.pool.page_bytes} bytes, the decode pool has {total}; lower max_tokens or kv.budget",
                 "max_tokens",
             )

@@ -44,12 +44,12 @@ class Completion:
 
 def prompt_event(done: PrefillDone, shipped_bytes: int) -> PromptEvent:
     """What the prompt cost, from a finished prefill."""
-    job, meta = done.job, done.layout.meta
+    job = done.job
     wanted = job.request.prompt_logprobs is not None
     return PromptEvent(
         prompt_tokens=len(job.request.prompt),
         cached_tokens=job.cached,
-        kept_tokens=meta.kept_tokens,
+        kept_tokens=done.layout.kept_tokens,
         payload_bytes=done.layout.payload_bytes,
         shipped_bytes=shipped_bytes,
         recipe_id=job.request.recipe.recipe_id,

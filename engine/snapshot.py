@@ -50,10 +50,6 @@ class SnapshotMeta:
     firsts: NDArray[np.int64]
     positions: dict[tuple[int, int], NDArray[np.int32]]
 
-    @property
-    def kept_tokens(self) -> int:
-        return int(self.counts.max())
-
 
 class SnapshotLayout:
     """Byte offsets of a snapshot, known before its payload exists."""
@@ -76,6 +72,12 @@ class SnapshotLayout:
         self._first_head = np.concatenate([[0], np.cumsum(heads)]).astype(np.int64)
         self.payload_bytes = int(self._offsets[-1])
         self.nbytes = self.payload_offset + self.payload_bytes
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most slots of any head of a full-attention layer; of any layer where all of them are windowed."""
+        full = [index for index, layer in enumerate(self.spec.layers) if layer.window is None]
+        return int((self.meta.counts[full] if full else self.meta.counts).max())
 
     def head(self, buffer: Tensor, layer: int, head: int) -> tuple[Tensor, Tensor]:
         """K and V [n, D] of one head: views into `buffer` (uint8 [nbytes])."""

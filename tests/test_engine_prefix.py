@@ -188,12 +188,20 @@ def test_short_prompts_are_kept_whole_and_long_ones_to_the_budget(make_cache, le
     full = answer(request("a", tokens_of(length)))[0]
     for again in (None, cache, cache):
         done = prefilled(wanted, again)
-        assert done.layout.meta.kept_tokens == min(length, 24)
+        assert done.layout.kept_tokens == min(length, 24)
         assert int(done.layout.meta.counts.min()) == min(length, 24)
         for rows in positions(done).values():
             assert {0, 1, *range(length - 8, length)} <= set(rows)
         if length <= 24:
             assert answer(wanted, again)[0] == full
+
+
+def test_kept_tokens_are_those_of_full_attention_layers():
+    wanted = request("a", tokens_of(60), snapkv(12, window=4))
+    kept = {}
+    for family in ("llama", "gemma3", "mistral"):
+        kept[family] = tiny_models.prefill_all(tiny(family).model, [wanted])["a"].layout.kept_tokens
+    assert kept == {"llama": 12, "gemma3": 12, "mistral": 19}  # windows of 20 show 19 tokens to the next
 
 
 def test_a_second_question_over_a_document_equals_its_cold_answer(make_cache):

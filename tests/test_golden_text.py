@@ -24,6 +24,8 @@ from kv_tiers.cpu import CpuTier
 from kv_tiers.slab import Slab
 from policies import LayerView, get_policy, make_recipe
 
+pytestmark = pytest.mark.timeout(600)  # two tests pay for the runs of all the others
+
 PROMPTS = range(12)
 LONGER_THAN_512 = range(6, 12)
 LONGER_THAN_256 = range(4, 12)
