@@ -66,7 +66,7 @@ class Prefill:
         model, threads = await asyncio.to_thread(_open_model, args)
         application, name = _replica()
         endpoint = open_endpoint(
-            name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), "auto"
+            name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), args.transport
         )
         self._service = PrefillService(
             PrefillEngine(model, chunk_tokens=args.chunk_tokens),
@@ -136,7 +136,7 @@ class Decode:
         self._service = DecodeService(
             engine,
             TokenPieces(tokenizer),
-            open_endpoint(name, staging_bytes(spec, spec.context_length, args.staging_gib), "auto"),
+            open_endpoint(name, staging_bytes(spec, spec.context_length, args.staging_gib), args.transport),
             PrefillPool(prefill),
             threads=threads,
             max_requests=args.max_sequences + args.max_queued,

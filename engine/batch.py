@@ -190,11 +190,10 @@ class DecodeEngine:
                 Running(entry.order, choice, own, entry.layout)
                 for choice, own in zip(entry.choices, rows, strict=True)
             )
-            entry.release()
-        if count:
-            taken = {id(entry) for entry in waiting[:count]}
+            # From here on it is running and no longer waiting, whatever becomes of the entries behind it.
             with self._lock:
-                self._waiting = [entry for entry in self._waiting if id(entry) not in taken]
+                self._waiting = [other for other in self._waiting if other is not entry]
+            entry.release()
 
     def _make_room(self) -> list[Running]:
         """Preempt until every running choice can take one more token."""

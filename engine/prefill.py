@@ -140,10 +140,11 @@ class PrefillEngine:
             logits = self._forward(runs)
         except StepAbandoned:
             return []  # the next step drops its jobs
-        finished = [job for job, _ in runs if job.remaining == 0]
+        ended = [job for job, _ in runs if job.remaining == 0]
+        finished = [self._finish(job, row) for job, row in zip(ended, logits, strict=True)]
         with self._lock:
             self._running = [job for job in self._running if job.remaining]
-        return [self._finish(job, row) for job, row in zip(finished, logits, strict=True)]
+        return finished
 
     def _forward(self, runs: Sequence[tuple[PrefillJob, int]]) -> list[Tensor]:
         """Compute the runs; → last-token logits [1, vocab] of each run that ends its prompt, in order."""

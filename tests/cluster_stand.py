@@ -39,7 +39,11 @@ class Service:
         command = [sys.executable, "-m", "deployments.cli", "serve", "--port", str(self.port), *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1], start_new_session=True
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parents[1],
+                start_new_session=True,
             )
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
@@ -49,7 +53,9 @@ class Service:
 
     def _announcement(self) -> str | None:
         if self.process.poll() is not None:
-            raise AssertionError(f"kvtide serve ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+            raise AssertionError(
+                f"kvtide serve ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}"
+            )
         found = re.search(r"kvtide serves .*(?s:.)*", self.log.read_text())
         return found.group(0) if found else None
 
@@ -106,7 +112,7 @@ class Service:
         return None
 
     def logs(self) -> str:
-        """What the replicas of this service's cluster wrote to standard error, which Ray keeps in its session folder."""
+        """What the replicas of this cluster wrote to standard error, which Ray keeps in its session folder."""
         raylet = self.until(lambda: self._find("/raylet/raylet"), 10, "raylet")
         session = re.search(r"session_[\w-]+", Path(f"/proc/{raylet}/cmdline").read_text())
         assert session is not None

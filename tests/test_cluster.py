@@ -62,12 +62,16 @@ def test_the_printed_curl_works_when_pasted(service: Service) -> None:
     import subprocess
 
     command = next(line for line in service.announced.splitlines() if line.strip().startswith("curl"))
-    answer = json.loads(subprocess.run(command, shell=True, capture_output=True, check=True, timeout=60).stdout)
+    answer = json.loads(
+        subprocess.run(command, shell=True, capture_output=True, check=True, timeout=60).stdout
+    )
     assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
 def test_a_chat_streams_and_ends_with_done_and_usage(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": f"{LICENCE[:4000]}\n\nWhat is this text? Answer in one sentence."}]
+    messages = [
+        {"role": "user", "content": f"{LICENCE[:4000]}\n\nWhat is this text? Answer in one sentence."}
+    ]
     chunks = list(
         client.chat.completions.create(
             model="demo", messages=messages, max_tokens=24, temperature=0, stream=True,
@@ -82,7 +86,9 @@ def test_a_chat_streams_and_ends_with_done_and_usage(client: openai.OpenAI) -> N
     assert usage.kv["payload_bytes"] < usage.kv["shipped_bytes"]
 
 
-def test_a_second_request_over_the_same_document_reuses_its_prefix_and_says_the_same(client: openai.OpenAI) -> None:
+def test_a_second_request_over_the_same_document_reuses_its_prefix_and_says_the_same(
+    client: openai.OpenAI,
+) -> None:
     prompt = "Version one. " + LICENCE[:3000]
     ask = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0}
     cold = client.completions.create(**ask)
@@ -94,7 +100,9 @@ def test_a_second_request_over_the_same_document_reuses_its_prefix_and_says_the_
     again = None
     for _ in range(20):  # blocks are written behind the answer, and announced within a heartbeat
         again = again or warm()
-    assert again is not None and again.usage.prompt_tokens_details.cached_tokens > 0.9 * cold.usage.prompt_tokens
+    assert (
+        again is not None and again.usage.prompt_tokens_details.cached_tokens > 0.9 * cold.usage.prompt_tokens
+    )
     assert again.choices[0].text == cold.choices[0].text
     salted = client.completions.create(**ask, extra_body={"cache_salt": "another tenant"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
@@ -113,16 +121,16 @@ def test_snapkv_finds_the_passkey_that_the_full_cache_finds(client: openai.OpenA
         assert "71432" in answer.choices[0].text, recipe
 
 
-def test_n_choices_with_a_seed_are_the_same_alone_and_in_a_crowd(service: Service, client: openai.OpenAI) -> None:
+def test_n_choices_with_a_seed_are_the_same_alone_and_in_a_crowd(
+    service: Service, client: openai.OpenAI
+) -> None:
     ask = {
         "model": "demo", "prompt": "My favourite animal is", "max_tokens": 12, "temperature": 1.0, "seed": 11, "n": 3,
     }  # fmt: skip
     alone = [choice.text for choice in client.completions.create(**ask).choices]
     with ThreadPoolExecutor(5) as crowd:
         others = [
-            crowd.submit(
-                client.completions.create, model="demo", prompt=f"{i} and then", max_tokens=16, temperature=0.7, n=1 + i % 2
-            )
+            crowd.submit(client.completions.create, model="demo", prompt=f"{i} and then", max_tokens=16, n=1 + i % 2)
             for i in range(4)
         ]  # fmt: skip
         together = [choice.text for choice in crowd.submit(client.completions.create, **ask).result().choices]
@@ -173,7 +181,13 @@ def test_a_client_that_leaves_frees_everything(service: Service) -> None:
     lines: list[str] = []
 
     def leave_early() -> None:
-        body = {"model": "demo", "prompt": LICENCE[:2000], "max_tokens": 900, "stream": True, "temperature": 0}
+        body = {
+            "model": "demo",
+            "prompt": LICENCE[:2000],
+            "max_tokens": 900,
+            "stream": True,
+            "temperature": 0,
+        }
         with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 lines.append(line)
@@ -197,8 +211,16 @@ def test_a_client_that_leaves_during_prefill_frees_everything(service: Service) 
 
 
 def test_clients_that_do_not_read_hold_nobody_up(service: Service, client: openai.OpenAI) -> None:
-    body = json.dumps({"model": "demo", "prompt": "Count: 1 2 3", "max_tokens": 80, "stream": True, "temperature": 0})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps(
+        {"model": "demo", "prompt": "Count: 1 2 3", "max_tokens": 80, "stream": True, "temperature": 0}
+    )
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )
+    head = "\r\n".join((*lines, "", ""))
     deaf = []
     for _ in range(20):
         sock = socket.socket()
@@ -206,20 +228,26 @@ def test_clients_that_do_not_read_hold_nobody_up(service: Service, client: opena
         sock.connect(("127.0.0.1", service.port))
         sock.sendall((head + body).encode())
         deaf.append(sock)
-    answer = client.completions.create(model="demo", prompt="The capital of France is", max_tokens=3, temperature=0)
+    answer = client.completions.create(
+        model="demo", prompt="The capital of France is", max_tokens=3, temperature=0
+    )
     assert "Paris" in answer.choices[0].text
     service.wait_idle(60)
     for sock in deaf:
         sock.close()
 
 
-def test_the_cache_survives_the_death_of_directory_and_prefill(service: Service, client: openai.OpenAI) -> None:
+def test_the_cache_survives_the_death_of_directory_and_prefill(
+    service: Service, client: openai.OpenAI
+) -> None:
     prompt = "Version two. " + LICENCE[:2500]
     ask = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     cold = client.completions.create(**ask)
     service.until(lambda: service.gauges().get("spills_running") == 0, 10, "finished spill")
     service.kill(service.actor("DirectoryActor"))
-    assert client.completions.create(**ask).choices[0].text == cold.choices[0].text  # at worst everything is a miss
+    assert (
+        client.completions.create(**ask).choices[0].text == cold.choices[0].text
+    )  # at worst everything is a miss
     service.kill(service.replica("Prefill"))
 
     def warm() -> openai.types.Completion | None:
@@ -240,11 +268,15 @@ def test_a_prefill_replica_killed_during_a_prefill_does_not_lose_the_request(ser
     thread.join(120)
     events = sse(lines)
     assert events[-1] == "[DONE]"
-    assert sum(bool(json.loads(e)["choices"][0]["text"]) for e in events[:-1] if json.loads(e)["choices"]) >= 1
+    assert (
+        sum(bool(json.loads(e)["choices"][0]["text"]) for e in events[:-1] if json.loads(e)["choices"]) >= 1
+    )
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_decode_replica_killed_in_mid_stream_ends_the_stream_visibly(service: Service, client: openai.OpenAI) -> None:
+def test_a_decode_replica_killed_in_mid_stream_ends_the_stream_visibly(
+    service: Service, client: openai.OpenAI
+) -> None:
     lines: list[str] = []
     ask = {"prompt": LICENCE[:1500], "max_tokens": 600}
     thread = threading.Thread(target=stream_lines, args=(service, lines), kwargs=ask)
