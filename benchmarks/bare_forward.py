@@ -47,7 +47,10 @@ class BareForward:
         command = [sys.executable, "-m", "benchmarks.bare_forward", model, str(threads), str(niceness)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        # A session of its own, as `kvtide serve` makes one: Linux shares busy cores out by session before niceness.
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+        )
         self.sizes = ModelSizes(**json.loads(self._line()))
 
     def __enter__(self) -> BareForward:

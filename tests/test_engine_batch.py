@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_models
 import torch
-from tiny_models import FULL, local_engine, one_thread, pieces, request, snapkv, tiny, tokens_of  # noqa: F401
+from tiny_models import local_engine, one_thread, pieces, request, snapkv, tiny, tokens_of  # noqa: F401
 
 import engine.batch
 from engine.batch import DecodeEngine
@@ -255,6 +255,15 @@ def test_more_choices_than_rows_are_refused():
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers():
     with pytest.raises(ContextOverflow, match=r"1025.*1024"):
         local_engine(MODEL).start(request("a", tokens_of(1025)))
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_greedy_text_is_what_transformers_would_choose(family):
+    pair = tiny(family)
+    requests = [request(str(length), tokens_of(length, length), max_tokens=30) for length in (1, 18, 65)]
+    for name, done in local_engine(pair.model, chunk=16).generate(requests).items():
+        text = [*tokens_of(int(name), int(name)), *done.tokens[0]]
+        assert pair.full_logits(text)[int(name) - 1 : -1].argmax(-1).tolist() == done.tokens[0]
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])

@@ -184,7 +184,7 @@ def test_snapkv_keeps_the_tokens_that_kvpress_keeps(warm: dict[str, Completion],
 
 def test_snapkv_scores_are_those_of_kvpress(warm: dict[str, Completion], selections: Selections):
     assert sorted(selections.score_errors) == [(i, layer) for i in WITH_LOGITS for layer in (0, 14, 29)]
-    assert max(selections.score_errors.values()) < 1e-3
+    assert max(selections.score_errors.values()) < 1e-4
 
 
 @pytest.mark.parametrize("index", LONGER_THAN_256)
