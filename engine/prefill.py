@@ -69,6 +69,7 @@ class PrefillEngine:
     def __init__(self, model: Model, *, chunk_tokens: int = 1024) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
+        self.piece_tokens = max(1, min(_PIECE_TOKENS, chunk_tokens // 2))
         self._lock = threading.Lock()
         self._running: list[PrefillJob] = []
         self._orders = 0
@@ -81,7 +82,7 @@ class PrefillEngine:
             raise ContextOverflow(
                 f"prompt of {tokens} tokens does not fit the context of {limit} tokens", "prompt"
             )
-        return Workspace(self.model.spec, tokens, query_window(request.recipe, tokens))
+        return Workspace(self.model.spec, tokens, query_window(request.recipe, tokens), self.piece_tokens)
 
     def must_compute(self, request: GenerationRequest) -> int:
         """How many last prompt tokens are computed even if their KV is known: the last one, and what the scorer reads.
@@ -130,9 +131,8 @@ class PrefillEngine:
             self._running = [job for job in self._running if job.key not in self._aborted]
             self._aborted.clear()
             jobs = {job.order: job for job in self._running}
-        plan = plan_prefill(
-            [PrefillNeed(job.order, job.remaining) for job in jobs.values()], self.chunk_tokens
-        )
+        needs = [PrefillNeed(job.order, job.remaining) for job in jobs.values()]
+        plan = plan_prefill(needs, self.chunk_tokens, self.piece_tokens)
         if not plan:
             return []
         runs = [(jobs[order], count) for order, count in sorted(plan.items())]
@@ -206,3 +206,8 @@ def run_to_end(engine: PrefillEngine) -> Iterator[PrefillDone]:
     """Step until nothing is left; for tests and the command line, where nothing arrives in between."""
     while engine.queued:
         yield from engine.step()
+
+
+# Attention of a prompt is computed in pieces of so many queries, counted from where its own computing began. Chunks are
+# whole numbers of pieces, so a prompt's KV has the same bits whoever shares its steps (in fp32, where linear layers do).
+_PIECE_TOKENS = 256

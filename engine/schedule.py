@@ -14,8 +14,10 @@ class PrefillNeed:
     remaining: int
 
 
-def plan_prefill(needs: Sequence[PrefillNeed], budget: int) -> dict[int, int]:
+def plan_prefill(needs: Sequence[PrefillNeed], budget: int, quantum: int = 1) -> dict[int, int]:
     """Tokens per `order` for the next step, at most `budget` in all, nobody twice.
+
+    A prompt that is not finished by the step gets a multiple of `quantum` (at most half of the budget, or 1).
 
     Half of the budget goes to the oldest, so that nothing starves; the other half to the shortest remaining, so that a
     short prompt is not stuck behind a long one. What neither can use goes to the rest, oldest first.
@@ -29,7 +31,10 @@ def plan_prefill(needs: Sequence[PrefillNeed], budget: int) -> dict[int, int]:
 
     def give(need: PrefillNeed, most: int) -> None:
         nonlocal left
-        tokens = min(most, need.remaining - plan.get(need.order, 0), left)
+        wanted = need.remaining - plan.get(need.order, 0)
+        tokens = min(most, wanted, left)
+        if tokens < wanted:
+            tokens -= tokens % quantum
         if tokens > 0:
             plan[need.order] = plan.get(need.order, 0) + tokens
             left -= tokens

@@ -15,12 +15,14 @@ class Workspace:
     """Keys and values [Hk, N, D] per layer, and the last `window` post-RoPE queries [Hq, W, D] where a scorer asked.
 
     Owned by one prefill job; released when both the ticket and the spill that read it are done (by dropping it).
-    `filled` counts leading tokens whose KV is complete in every layer.
+    `filled` counts leading tokens whose KV is complete in every layer. Attention runs in pieces of `piece_tokens`
+    queries, whatever the chunks are: a piece's bits depend on where it starts and ends, and on nothing else.
     """
 
-    def __init__(self, spec: ModelSpec, tokens: int, query_window: int) -> None:
+    def __init__(self, spec: ModelSpec, tokens: int, query_window: int, piece_tokens: int = 256) -> None:
         self.spec = spec
         self.tokens = tokens
+        self.piece_tokens = piece_tokens
         self.query_window = min(query_window, tokens)
         self.filled = 0
         self.keys = [torch.empty(s.kv_heads, tokens, s.head_dim, dtype=spec.dtype) for s in spec.layers]
@@ -47,7 +49,14 @@ class Workspace:
         if kept is not None and stop > first:
             begin = max(start, first)
             kept[:, begin - first : stop - first].copy_(query[:, begin - start :])
-        return causal_attention(call, query, keys[:, :stop], values[:, :stop], start)
+        out = torch.empty_like(query)
+        for begin in range(start, stop, self.piece_tokens):
+            end = min(stop, begin + self.piece_tokens)
+            cut = slice(begin - start, end - start)
+            out[:, cut] = causal_attention(
+                call, query[:, cut].contiguous(), keys[:, :end], values[:, :end], begin
+            )
+        return out
 
 
 class StepAbandoned(Exception):
@@ -74,7 +83,7 @@ class PrefillPort:
         offset = 0
         for workspace, start, count in self._runs:
             cut = slice(offset, offset + count)
-            piece = workspace.attend(call, query[:, cut].contiguous(), key[:, cut], value[:, cut], start)
+            piece = workspace.attend(call, query[:, cut], key[:, cut], value[:, cut], start)
             out[cut] = piece.transpose(0, 1)
             offset += count
         return out
