@@ -208,6 +208,6 @@ def run_to_end(engine: PrefillEngine) -> Iterator[PrefillDone]:
         yield from engine.step()
 
 
-# Attention of a prompt is computed in pieces of so many queries, counted from where its own computing began. Chunks are
-# whole numbers of pieces, so a prompt's KV has the same bits whoever shares its steps (in fp32, where linear layers do).
+# Attention of a prompt is computed in pieces of so many queries, counted from where its own computing began. Chunks
+# are whole numbers of pieces, so a prompt's KV has the same bits whoever shares its steps.
 _PIECE_TOKENS = 256
