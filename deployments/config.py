@@ -204,14 +204,16 @@ class ResolvedConfig(BaseModel):
 def cluster_environment() -> dict[str, str]:
     """Environment that a local cluster is started with, unless the user has set it otherwise.
 
-    Ray's token authentication must be named explicitly, or commands that join the cluster later are refused; HAProxy
-    and throughput mode are several times faster per streamed token (PLATFORM.md section 2).
+    Ray runs workers at niceness 15, which is right for batch jobs and wrong for a server. Its token authentication must be
+    named explicitly, or commands that join the cluster later are refused; HAProxy and throughput mode are several times
+    faster per streamed token.
     """
     defaults = {
         "RAY_AUTH_MODE": "token",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
     }
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 

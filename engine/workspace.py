@@ -25,8 +25,13 @@ class Workspace:
         self.piece_tokens = piece_tokens
         self.query_window = min(query_window, tokens)
         self.filled = 0
-        self.keys = [torch.empty(s.kv_heads, tokens, s.head_dim, dtype=spec.dtype) for s in spec.layers]
-        self.values = [torch.empty_like(k) for k in self.keys]
+        # One allocation: large enough for the system's own pages, it goes back to the system when the prompt is done,
+        # where thousands of smaller ones would stay in the allocator's heap.
+        sizes = [s.kv_heads * tokens * s.head_dim for s in spec.layers]
+        memory = torch.empty(2 * sum(sizes), dtype=spec.dtype).split([size for size in sizes for _ in "kv"])
+        shapes = [(s.kv_heads, tokens, s.head_dim) for s in spec.layers]
+        self.keys = [part.view(shape) for part, shape in zip(memory[::2], shapes, strict=True)]
+        self.values = [part.view(shape) for part, shape in zip(memory[1::2], shapes, strict=True)]
         self.queries: list[Tensor | None] = [
             torch.empty(s.query_heads, self.query_window, s.head_dim, dtype=spec.dtype)
             if self.query_window and s.window is None
