@@ -114,9 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run the service on this machine and print its URL")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (HAProxy mode listens on all)"
-    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     serve.add_argument("--port", type=_port, default=os.environ.get("KVTIDE_PORT", "8000"))
     generate = commands.add_parser("generate", help="run one prompt through the engine alone, without Ray")
     generate.add_argument("--prompt", required=True, help="the text, or - for standard input")

@@ -204,9 +204,9 @@ class ResolvedConfig(BaseModel):
 def cluster_environment() -> dict[str, str]:
     """Environment that a local cluster is started with, unless the user has set it otherwise.
 
-    Ray runs workers at niceness 15, which is right for batch jobs and wrong for a server. Its token authentication must be
-    named explicitly, or commands that join the cluster later are refused; HAProxy and throughput mode are several times
-    faster per streamed token.
+    Ray runs workers at niceness 15, which is right for batch jobs and wrong for a server. Its token authentication
+    must be named explicitly, or commands that join the cluster later are refused. HAProxy and throughput mode are
+    several times faster per streamed token.
     """
     defaults = {
         "RAY_AUTH_MODE": "token",

@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,17 +16,15 @@ from pathlib import Path
 import yaml
 
 from deployments.config import AppArgs, cluster_environment
+from deployments.proxy import is_free, own_ports, proxy_binary
 from engine.weights import ensure_weights
 
 _START_LIMIT_S = 600.0
-# Gateways that one node may hold; each listens on a port of its own.
-_INGRESS_PORTS = 64
-_TRIES = 200
 
 
 def launch(options: AppArgs, words: Sequence[str], *, host: str, port: int) -> int:
     """Serve until interrupted; → exit status of `serve run`. `words` are the user's own name=value options."""
-    if not _is_free("0.0.0.0", port):
+    if not is_free("0.0.0.0", port):
         raise RuntimeError(f"port {port} is in use; choose another with --port (or KVTIDE_PORT)")
     ensure_weights(options.model, progress=True)  # here, where a progress bar is seen, not in a replica
     # A cluster of its own, unless the user names one: attaching to whatever runs here would replace its application.
@@ -40,6 +36,9 @@ def launch(options: AppArgs, words: Sequence[str], *, host: str, port: int) -> i
         "PYTHONPATH": _import_path(),
     }
     with tempfile.TemporaryDirectory(prefix="kvtide-") as folder:
+        environment |= {
+            key: value for key, value in proxy_binary(Path(folder)).items() if key not in os.environ
+        }
         config = Path(folder) / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(options, host, port)))
         command = [sys.executable, "-m", "ray.serve.scripts", "run", str(config)]
@@ -58,47 +57,6 @@ def serve_config(options: AppArgs, host: str, port: int) -> dict[str, object]:
             {"name": "kvtide", "route_prefix": "/", "import_path": "deployments:app", "args": given}
         ],
     }
-
-
-def own_ports() -> dict[str, str]:
-    """Ports that Serve fixes, moved to where nobody listens.
-
-    HAProxy's metrics and statistics ports keep a second service on the machine from starting. Worse, the replicas' own
-    ports (30000 and up, opened with SO_REUSEPORT) are shared without an error, and requests reach the other service.
-    """
-    metrics = _free_block(2)
-    ingress = _free_block(_INGRESS_PORTS)
-    grpc = _free_block(_INGRESS_PORTS)
-    return {
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(metrics + 1),
-        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ingress),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ingress + _INGRESS_PORTS - 1),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc + _INGRESS_PORTS - 1),
-    }
-
-
-def _free_block(count: int) -> int:
-    """First of `count` neighbouring ports that nobody listens on, below the range the kernel hands out."""
-    for _ in range(_TRIES):
-        first = random.randrange(20_000, 32_000 - count)
-        if all(_is_free("0.0.0.0", port) for port in range(first, first + count)):
-            return first
-    raise RuntimeError(f"no {count} neighbouring free ports found in 20000-32000")
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a connection in TIME_WAIT is no listener
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def _import_path() -> str:

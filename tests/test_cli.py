@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from service_stand import network, tokenizer
 from deployments.cli import main
 from deployments.config import AppArgs
 from deployments.launch import _greeting, serve_config
+from deployments.proxy import own_ports, proxy_binary
 
 ROOT = Path(__file__).parents[1]
 
@@ -127,3 +129,23 @@ def test_the_greeting_can_be_pasted_into_a_shell():
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
     assert "hunter2" not in line and any(word.startswith("Authorization") for word in words)
+
+
+def test_haproxy_runs_without_splice_and_every_service_has_ports_of_its_own(tmp_path: Path) -> None:
+    wrapper = Path(proxy_binary(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    version = subprocess.run([wrapper, "-v"], capture_output=True, text=True, check=True).stdout
+    assert "HAProxy" in version and " -dS " in wrapper.read_text()
+    ports = own_ports()
+    assert len(set(ports.values())) == len(ports)
+    assert int(ports["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"]) > int(
+        ports["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"]
+    )
+
+
+def test_a_port_in_use_is_said_to_be_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    assert f"port {port} is in use" in capsys.readouterr().err
