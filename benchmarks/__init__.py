@@ -1,1 +1,1 @@
-"""Benchmarks: each `bench_*.py` prints a table and ends with one JSON line of its figures and targets."""
+"""Benchmarks: each `bench_*.py` prints a table and ends with one JSON line (`result.py`)."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_serving [--url URL] [--quick] [--sizes 1024,4096,7000] [--concurrency 1,4,8]
 
-Ends with one JSON line: figures, targets, and which were met. About 8 minutes on 2 idle cores, 2 with --quick.
+Ends with one JSON line (result.py). About 8 minutes on 2 idle cores, 2 with --quick.
 
 Regime: one machine, real text, greedy. Cold prompts run alone, each under a new `cache_salt`, given as token ids. Load:
 N requests over one cached document, each with 64 tokens of its own behind it; once all N decode, they are watched for
@@ -10,15 +10,14 @@ some seconds (so tokens/s is of the full batch, prefill apart) and then left. Fu
 
 Baselines, in the same run and in turn with the service: a transformers forward of the same prompt with as many threads
 as a prefill replica and its priority (bare_forward.py); torch's `enable_gqa` attention; reading weights and KV once at
-the bandwidth that a plain read loop reaches. Without --url, KVTIDE_PORT (8000) of this machine is tried; when nothing
-answers there, a service is started for the run and stopped.
+the bandwidth that a plain read loop reaches. Without --url, port 8000 of this machine is tried; when nothing answers
+there, a service is started for the run and stopped. What is read from /proc (processor time, memory) is n/a where the
+service's processes are not found on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,8 @@ from benchmarks.bare_forward import BareForward, ModelSizes
 from benchmarks.corpus import Corpus
 from benchmarks.machine import Machine, measure_machines
 from benchmarks.phases import POLICIES, Bench, Cold, Load
-from benchmarks.running_service import Processes, find_or_start
+from benchmarks.result import Bound, print_result
+from benchmarks.running_service import Processes, Service, find_or_start
 from deployments.config import AppArgs, resolve
 from engine.weights import ensure_weights
 from kernels.layout import min_page_bytes
@@ -75,7 +75,7 @@ def print_cold(cold: Cold, local: bool) -> Figures:
     for policy in POLICIES:
         ttft = statistics.median(cold.ttft_s[policy])
         handover = statistics.median(cold.handover_s[policy]) * 1e3
-        cpu = f"{cold.cpu_ratio(policy):.2f}" if local else "-"
+        cpu = f"{cold.cpu_ratio(policy):.2f}" if local else "n/a"
         same = f"   {sum(cold.same_token)}/{len(cold.same_token)}" if policy == "full" else ""
         print(
             f"{cold.size:<6}{policy:<12}{bare:>8.2f}{ttft:>8.2f}{cold.ratio(policy):>7.2f}{cpu:>11}"
@@ -109,12 +109,11 @@ def print_loads(
         )
         rate, ttft = statistics.median(load.tokens_per_s), statistics.median(load.ttfts_s)
         pages_mb = max(each.pages for each in load.memory) * page_bytes / 1e6
-        prefill_mb = max(each.prefill_mb for each in load.memory)
-        decode_mb = max(each.decode_mb for each in load.memory)
+        prefill_mb, decode_mb = load.most_mb("prefill"), load.most_mb("decode")
         print(
             f"{load.size:<6}{load.policy:<12}{load.concurrency:>3}{rate:>10.1f}{step * 1e3:>8.1f}{tail * 1e3:>8.1f}"
             f"{floor * 1e3:>10.1f}{step / floor:>9.1f}{ttft:>13.2f}"
-            f"{pages_mb:>13.0f}{prefill_mb:>12.0f}{decode_mb:>11.0f}"
+            f"{pages_mb:>13.0f}{_megabytes(prefill_mb):>12}{_megabytes(decode_mb):>11}"
         )
         key = f"{load.size}_{load.policy.replace(' ', '')}_n{load.concurrency}"
         figures[f"tokens_per_s_{key}"] = round(rate, 2)
@@ -126,21 +125,15 @@ def print_loads(
     return figures
 
 
-def judge(
-    figures: Figures, sizes: Sequence[int], threads: int
-) -> tuple[dict[str, dict[str, float]], dict[str, bool]]:
-    """The targets that this run can judge, and whether each was met.
+def targets_of(figures: Figures, sizes: Sequence[int], threads: int) -> dict[str, Bound]:
+    """The targets that this run can judge.
 
     The ratio of processor time is judged too: where others use the cores, a lucky wall time proves nothing.
     """
     ratios = [f"ttft_{kind}ratio_{size}_full" for size in sizes for kind in ("", "cpu_")]
-    targets = {name: {"at_most": TTFT_TARGET} for name in ratios if name in figures}
+    targets: dict[str, Bound] = {name: {"at_most": TTFT_TARGET} for name in ratios if name in figures}
     targets[f"attention_speedup_t{threads}"] = {"at_least": ATTENTION_TARGET}
-    met = {
-        name: figures[name] <= bound["at_most"] if "at_most" in bound else figures[name] >= bound["at_least"]
-        for name, bound in targets.items()
-    }
-    return targets, met
+    return targets
 
 
 def measure(bench: Bench, options: argparse.Namespace, threads: int) -> Figures:
@@ -164,12 +157,27 @@ def measure(bench: Bench, options: argparse.Namespace, threads: int) -> Figures:
         figures |= print_cold(cold, bool(bench.prefill.pids))
         loads = bench.loads(size, options.concurrency, load_rounds, 2.0 if options.quick else 3.0)
         figures |= print_loads(loads, cold.kept_tokens, sizes, machines[threads], page_bytes)
-    peaks = {pool: Processes.of_pool(bench.service, pool).peak_rss_mb() for pool in POOLS}
+    pools = {pool: Processes.of_pool(bench.service, pool) for pool in POOLS}
+    peaks = {pool: found.peak_rss_mb() if found.pids else None for pool, found in pools.items()}
     print(
         "\npeak resident MB (shared memory included): "
-        + ", ".join(f"{pool} {peak:.0f}" for pool, peak in peaks.items())
+        + ", ".join(f"{pool} {_megabytes(peak)}" for pool, peak in peaks.items())
     )
-    return figures | {f"peak_rss_mb_{pool.lower()}": round(peak) for pool, peak in peaks.items()}
+    known = {pool: peak for pool, peak in peaks.items() if peak is not None}
+    return figures | {f"peak_rss_mb_{pool.lower()}": round(peak) for pool, peak in known.items()}
+
+
+def _megabytes(size: float | None) -> str:
+    return "n/a" if size is None else f"{size:.0f}"
+
+
+def warn_of_another_model(service: Service, model: str) -> None:
+    expected = AppArgs.model_validate({"model": model}).name
+    if service.model != expected:
+        print(
+            f"warning: the service at {service.url} serves {service.model!r}, the baseline is {expected!r} (--model);"
+            " ratios compare two models unless both are the same under two names"
+        )
 
 
 def _numbers(text: str) -> list[int]:
@@ -196,10 +204,11 @@ def main() -> None:
     options.sizes = options.sizes or ([1024, 4096] if options.quick else [1024, 4096, 7000])
     options.concurrency = options.concurrency or ([1, 4] if options.quick else [1, 4, 8])
     threads = options.threads or resolve(AppArgs.model_validate({})).threads_per_replica
-    url = (options.url or f"http://127.0.0.1:{os.environ.get('KVTIDE_PORT', '8000')}").removesuffix("/v1")
+    url = (options.url or "http://127.0.0.1:8000").removesuffix("/v1")
     began = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(ensure_weights(options.model))
     with find_or_start(url, options.model, may_start=options.url is None) as service:
+        warn_of_another_model(service, options.model)
         niceness = Processes.of_pool(service, "Prefill").niceness()
         with BareForward(options.model, threads, niceness) as bare:
             print(
@@ -209,17 +218,13 @@ def main() -> None:
             bench = Bench(service, bare, tokenizer, Corpus(tokenizer), more_until)
             figures = measure(bench, options, threads)
     figures["run_s"] = round(time.monotonic() - began)
-    targets, met = judge(figures, options.sizes, threads)
-    regime = f"one machine, {threads} thread(s) per replica, {'quick' if options.quick else 'whole'} run"
-    line = {
-        "benchmark": "serving",
-        "regime": regime,
-        "baseline": "bare transformers forward (sdpa, logits_to_keep=1); torch enable_gqa attention; bytes / bandwidth",
-        "figures": figures,
-        "targets": targets,
-        "met": met,
-    }
-    print(json.dumps(line))
+    print_result(
+        "serving",
+        f"one machine, {threads} thread(s) per replica, {'quick' if options.quick else 'whole'} run",
+        "bare transformers forward (sdpa, logits_to_keep=1); torch enable_gqa attention; bytes / bandwidth",
+        figures,
+        targets_of(figures, options.sizes, threads),
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast a pull is: NIXL between two processes of one host, against a plain memcpy in the same run.
 
-    python benchmarks/bench_transfer.py [--mb 1 12 64 180] [--repeats 7]
+    python -m benchmarks.bench_transfer [--mb 1 12 64 180] [--repeats 7]
 
 A pull is what a decode replica waits for: two seal reads, the payload in pieces of 1 MB, xxh3_64 of every byte. The
 baseline is one thread copying as many bytes between two touched buffers. Both are single-threaded and warm; `first` is
@@ -10,17 +10,14 @@ the first pull of that size (untouched landing memory, and for the first row the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.result import Bound, print_result
 from kv_tiers.transfer import Ticket, payload_checksum
 from kv_tiers.transfer.nixl import NixlEndpoint
 
@@ -91,40 +88,38 @@ def main() -> None:
     if args.serve:
         serve(sizes)
         return
-    command = [sys.executable, __file__, "--serve", "--mb", *map(str, args.mb)]
+    command = [sys.executable, "-m", "benchmarks.bench_transfer", "--serve", "--mb", *map(str, args.mb)]
     source = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert source.stdout is not None
     tickets = [Ticket.from_bytes(bytes.fromhex(source.stdout.readline())) for _ in sizes]
     endpoint = NixlEndpoint("bench-destination", max(sizes) + 16384)
-    rows = []
+    figures: dict[str, float] = {}
+    targets: dict[str, Bound] = {}
     print(f"{'MB':>5} {'first ms':>9} {'pull ms':>9} {'pull GB/s':>10} {'memcpy GB/s':>12} {'share':>6}")
     for mb, ticket in zip(args.mb, tickets, strict=True):
         copy = memcpy_seconds(ticket.nbytes, args.repeats)
         first, warm = pull_seconds(endpoint, ticket, args.repeats)
         row = {
-            "mb": mb,
             "first_ms": round(first * 1e3, 2),
             "pull_ms": round(warm * 1e3, 3),
             "pull_gb_s": round(mb / warm / 1e3, 2),
             "memcpy_gb_s": round(mb / copy / 1e3, 2),
             "share_of_memcpy": round(copy / warm, 2),
         }
-        rows.append(row)
-        print("{:>5} {:>9} {:>9} {:>10} {:>12} {:>6}".format(*row.values()))
+        print("{:>5} {:>9} {:>9} {:>10} {:>12} {:>6}".format(mb, *row.values()))
+        figures |= {f"{name}_{mb}": value for name, value in row.items()}
+        if mb >= TARGET_FROM_MB:
+            targets[f"share_of_memcpy_{mb}"] = {"at_least": TARGET_MEMCPY_SHARE}
         endpoint.acknowledge(ticket)
     endpoint.close()
     source.wait(timeout=30)
-    share = min((row["share_of_memcpy"] for row in rows if row["mb"] >= TARGET_FROM_MB), default=None)
-    result = {
-        "benchmark": "transfer",
-        "regime": "NIXL/UCX, two processes, one host, warm, verified",
-        "baseline": "single-threaded memcpy, same run",
-        "rows": rows,
-        "share_of_memcpy": share,
-        "target_share_of_memcpy": TARGET_MEMCPY_SHARE,
-        "met": share is None or share >= TARGET_MEMCPY_SHARE,
-    }
-    print(json.dumps(result))
+    print_result(
+        "transfer",
+        "NIXL/UCX, two processes, one host, warm, verified; figures end in the payload's MB",
+        "single-threaded memcpy, same run",
+        figures,
+        targets,
+    )
 
 
 if __name__ == "__main__":

@@ -158,16 +158,20 @@ class Bench:
         time.sleep(0.5)  # aborted requests leave at the next step
 
     def _memory(self) -> Memory:
-        return Memory(self.service.gauge("pages_used"), self.prefill.pss_mb(), self.decode.pss_mb())
+        prefill, decode = (pool.pss_mb() if pool.pids else None for pool in (self.prefill, self.decode))
+        return Memory(self.service.gauge("pages_used"), prefill, decode)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """At the end of a window: pages of the decode pool in use, and both pools' resident memory (10^6 bytes, PSS)."""
+    """At the end of a window: pages of the decode pool in use, and both pools' resident memory (10^6 bytes, PSS).
+
+    None where the pool's processes are not on this machine.
+    """
 
     pages: float
-    prefill_mb: float
-    decode_mb: float
+    prefill_mb: float | None
+    decode_mb: float | None
 
 
 @dataclass
@@ -187,6 +191,11 @@ class Load:
         """That percentile (0 to 100) of the seconds per token, over all rounds; nearest rank."""
         ranked = sorted(self.gaps_s)
         return ranked[min(len(ranked) - 1, int(len(ranked) * percentile / 100))]
+
+    def most_mb(self, pool: str) -> float | None:
+        """Largest size seen of "prefill" or "decode" (10^6 bytes); None where its processes were not found."""
+        sizes = [each.prefill_mb if pool == "prefill" else each.decode_mb for each in self.memory]
+        return max((size for size in sizes if size is not None), default=None)
 
     def floor_s(
         self, weight_bytes: int, kv_bytes_per_token: int, kept: int, read_bytes_per_s: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -63,9 +64,9 @@ class Processes:
 
         Workers are children of their node's raylet, and so is, at some remove, what listens on the service's port.
         """
-        title = f"ServeReplica:kvtide:{pool}"  # what stands before and behind it changes
+        title = re.compile(rf"ServeReplica:[^:]+:{pool}\b")  # whatever the application is called
         raylets = {_raylet_above(pid) for pid in _listening(int(service.url.rpartition(":")[2]))} - {None}
-        named = [pid for pid in _pids() if title in _title(pid)]
+        named = [pid for pid in _pids() if title.search(_title(pid))]
         return cls(tuple(pid for pid in named if _parent(pid) in raylets))
 
     def cpu_s(self) -> float:

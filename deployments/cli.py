@@ -76,6 +76,16 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _host(text: str) -> str:
+    """An address to listen on that includes 127.0.0.1, through which we look whether the service is ready."""
+    known = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "0.0.0.0": "0.0.0.0"}
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not one of {', '.join(known)}; kvtide looks at 127.0.0.1 whether the service is ready"
+        )
+    return known[text]
+
+
 def _positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -85,7 +95,7 @@ def _positive(text: str) -> int:
 def _serve(options: AppArgs, parsed: argparse.Namespace) -> int:
     from deployments.launch import launch
 
-    return launch(options, parsed.options, host=parsed.host, port=parsed.port)
+    return launch(options, host=parsed.host, port=parsed.port)
 
 
 def _config(options: AppArgs, parsed: argparse.Namespace) -> int:
@@ -114,8 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run the service on this machine and print its URL")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
-    serve.add_argument("--port", type=_port, default=os.environ.get("KVTIDE_PORT", "8000"))
+    serve.add_argument(
+        "--host", type=_host, default="127.0.0.1", help="127.0.0.1 (default) or 0.0.0.0 for everybody"
+    )
+    serve.add_argument("--port", type=_port, default=8000, help="TCP port to listen on; default 8000")
     generate = commands.add_parser("generate", help="run one prompt through the engine alone, without Ray")
     generate.add_argument("--prompt", required=True, help="the text, or - for standard input")
     generate.add_argument("--chat", action="store_true", help="apply the model's chat template")

@@ -89,8 +89,15 @@ class AppArgs(BaseModel):
         le=_MOST_GIB,
         description="Transfer memory per replica; by default twice a full context, at least 256 MiB.",
     )
-    transport: Literal["auto", "nixl"] = Field(
-        "auto", description="How survivors are shipped between replicas."
+    waiting_gib: float = Field(
+        2.0,
+        gt=0,
+        le=4096,
+        description="Most survivors of requests between prefill and the batch per decode replica; others wait.",
+    )
+    transport: Literal["auto", "nixl", "local"] = Field(
+        "auto",
+        description="How survivors are shipped: pulled (nixl) or in the reply (local); auto: nixl if it exists.",
     )
     ticket_ttl_s: float = Field(30.0, gt=0, le=3600, description="Lifetime of a transfer ticket nobody ends.")
     attempts: int = Field(4, ge=1, le=20, description="Times a request is started before it is given up.")
@@ -107,6 +114,9 @@ class AppArgs(BaseModel):
     )
     max_n: int = Field(16, ge=1, le=128, description="Largest n of a request; at most max_sequences.")
     api_key: SecretStr | None = Field(None, description="When set, /v1 needs `Authorization: Bearer <key>`.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Least severe messages of ours in the replicas' logs."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -175,6 +185,18 @@ class AppArgs(BaseModel):
         return (
             self.served_name or os.path.basename(self.model.rstrip("/")).removesuffix(".gguf") or self.model
         )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may give: `name`, and the Hugging Face id where the model has one (owner/name)."""
+        is_id = self.model.count("/") == 1 and not self.model.startswith(("/", ".", "~"))
+        return (self.name, self.model) if is_id and self.model != self.name else (self.name,)
+
+    def context_length(self, own: int) -> int:
+        """Tokens of context served of a model that was made for `own`. ValueError when more is asked for."""
+        if self.max_context is not None and self.max_context > own:
+            raise ValueError(f"max_context: {self.max_context} is more than the model's own {own} tokens")
+        return self.max_context or own
 
     def threads_per_replica(self, cores: int) -> int:
         """Compute threads of a prefill or decode replica on a machine of that many cores."""

@@ -2,49 +2,46 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from torch import Tensor
+
+from deployments.arrivals import Arrivals
 from deployments.blocking import BlockingCalls, outlast
-from deployments.forecast import survivor_layout
+from deployments.forecast import snapshot_bytes, survivor_layout
 from deployments.journey import EventStream, Journey
 from deployments.loop import EngineLoop
 from deployments.reply import PrefillReply
+from deployments.room import Room
 from deployments.shipping import poll_for_ever
 from engine.batch import DecodeEngine, StepResult
 from engine.errors import (
     ContextOverflow,
     GenerationFailed,
     InvalidRequest,
-    KvtideError,
     Overloaded,
     ReplicaLost,
 )
 from engine.request import Event, GenerationRequest, TokenEvent
 from engine.sequence import Choice
-from engine.snapshot import SnapshotError, parse_snapshot
+from engine.snapshot import SnapshotError, SnapshotLayout, parse_snapshot
 from engine.text import TokenPieces
-from kv_tiers.transfer.endpoint import Outcome, Pull, Scope, TransferEndpoint
+from kv_tiers.transfer.endpoint import TransferEndpoint
 from kv_tiers.transfer.staging import StagingLease
-from kv_tiers.transfer.ticket import Ticket
 
 _log = logging.getLogger("kvtide.decode")
 
-# A pull moves at least some 100 MB/s even over slow TCP; a frozen peer must not hold a request for its whole deadline.
-_PULL_FLOOR_BYTES_PER_S = 50e6
-_PULL_LEAST_S = 5.0
 _RETRY_PAUSE_S = 0.25
-_PULL_THREADS = 8
-_WORD_THREADS = 2
+_READ_THREADS = 2
 
 
 class PrefillClient(Protocol):
     """How decode reaches the prefill pool."""
 
-    async def prefill(self, request: GenerationRequest) -> PrefillReply:
+    async def prefill(self, request: GenerationRequest, *, stage: bool) -> PrefillReply:
         """As `PrefillService.prefill`. Raises `ReplicaLost` when the replica died; cancelling cancels it there."""
         ...
 
@@ -62,8 +59,13 @@ class DecodeService:
         threads: int,
         max_requests: int,
         attempts: int,
+        waiting_bytes: int,
     ) -> None:
-        """`max_requests`: running and waiting together; `attempts`: prefills per request before giving up."""
+        """`max_requests`: running and waiting together; `attempts`: prefills per request before giving up.
+
+        `waiting_bytes`: most snapshot bytes of all requests between prefill and the batch (one request always fits);
+        those behind wait before they are prefilled, where nothing is staged for them and no ticket runs out.
+        """
         self.engine = engine
         self.endpoint = endpoint
         self._pieces = pieces
@@ -76,16 +78,22 @@ class DecodeService:
         self._request_ids: set[str] = set()
         self._starts: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._pulling = 0
         self._kept_tokens: dict[str, int] = {}
         self._totals = {"generated_tokens": 0.0, "recomputes": 0.0}
-        self._pulled = asyncio.Event()
-        self._pulls = BlockingCalls("pull", _PULL_THREADS)
-        self._words = BlockingCalls("word", _WORD_THREADS)
+        self._arrivals = Arrivals(endpoint, engine.model.spec.fingerprint.digest)
+        self._room = Room(waiting_bytes)
+        self._direct = 0
+        self._reading = BlockingCalls("read", _READ_THREADS)
         self._loop = EngineLoop(
-            "decode", engine.step, lambda: not engine.idle, self._delivered, self._failed, threads
+            "decode",
+            engine.step,
+            lambda: not engine.idle,
+            self._delivered,
+            self._failed,
+            threads,
+            engine.check,
         )
-        self._poller = asyncio.create_task(poll_for_ever(endpoint, self._pulled, lambda: None))
+        self._poller = asyncio.create_task(poll_for_ever(endpoint, self._arrivals.pulled, lambda: None))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
         """Events of a request in batches, a `PromptEvent` first; each choice ends with a finish reason.
@@ -147,10 +155,11 @@ class DecodeService:
             "pages_total": float(use.total),
             "pages_owed": float(self.engine.pages_owed),
             "landing_bytes": float(self.endpoint.used_bytes),
-            "pulls_running": float(self._pulling),
+            "pulls_running": float(self._arrivals.under_way),
             "kept_tokens": float(sum(self._kept_tokens.values())),
             "preemptions": float(self.engine.preemptions),
-            "shipped_bytes": float(counters.bytes_pulled),
+            "snapshot_bytes_waiting": float(self._room.held),
+            "shipped_bytes": float(counters.bytes_pulled + self._arrivals.bytes_in_replies),
             **{f"pulls_{outcome}": float(count) for outcome, count in counters.pulls.items() if count},
             **self._totals,
         }
@@ -165,8 +174,8 @@ class DecodeService:
             stream.put((), ReplicaLost("the decode replica is closing"))
         await asyncio.to_thread(self._loop.stop)
         self.engine.fail_all()
-        await self._pulls.close()
-        await self._words.close()
+        await self._arrivals.close()
+        await self._reading.close()
         self._poller.cancel()
         self.endpoint.close()
 
@@ -190,128 +199,105 @@ class DecodeService:
         self.engine.refuse_impossible(choice, survivor_layout(spec, request))
 
     async def _start(self, request: GenerationRequest, name: str, stream: EventStream) -> None:
-        """From prompt to running choices; first tokens are streamed on the way."""
+        """From prompt to queued choices, holding room for their snapshot; the engine gives it back."""
         journey = Journey(request, self._attempts, self._event_loop.time() + request.deadline_s)
-        reply = await self._ask(journey)
-        own = replace(request, request_id=name)
+        need = snapshot_bytes(self.engine.model.spec, request)
+        await self._take_room(journey, need)
+        queued = False
+        try:
+            queued = await self._bring(journey, name, stream, need)
+        finally:
+            if not queued:
+                self._room.give(need)
+
+    async def _take_room(self, journey: Journey, need: int) -> None:
+        if need:
+            try:
+                async with asyncio.timeout_at(journey.deadline):
+                    await self._room.take(need)
+            except TimeoutError:
+                raise _late(journey) from None
+
+    async def _bring(self, journey: Journey, name: str, stream: EventStream, need: int) -> bool:
+        """Stream the first tokens and queue the rest; → whether there is a rest."""
+        reply = await self._ask(journey, stage=False)
+        own = replace(journey.request, request_id=name)
         ends = self.engine.model.spec.end_tokens
-        choices = [Choice(own, index, self._pieces, ends) for index in range(request.sampling.n)]
+        choices = [Choice(own, index, self._pieces, ends) for index in range(own.sampling.n)]
         try:
             events = [choice.accept(first) for choice, first in zip(choices, reply.first, strict=True)]
         except GenerationFailed:
-            self._refuse(reply)
+            self._arrivals.refuse(reply)
             raise
         self._kept_tokens[name] = reply.prompt.kept_tokens
         stream.put([reply.prompt, *events])
         if all(choice.finish_reason is not None for choice in choices):
-            self._refuse(reply)  # a stop string ended every choice, which prefill does not look for
-        else:
-            await self._join(journey, choices, reply)
+            self._arrivals.refuse(reply)  # a stop string ended every choice, which prefill does not look for
+            return False
+        await self._join(journey, choices, reply, need)
+        return True
 
-    async def _ask(self, journey: Journey) -> PrefillReply:
+    async def _ask(self, journey: Journey, *, stage: bool) -> PrefillReply:
         """Have the prompt prefilled, again elsewhere when a replica dies over it."""
         while True:
             attempt = journey.next_attempt()
             try:
                 async with asyncio.timeout_at(journey.deadline):
-                    return await self._prefill.prefill(attempt)
+                    return await self._prefill.prefill(attempt, stage=stage)
             except ReplicaLost:
                 if not journey.attempts_left:
                     raise
                 _log.warning("prefill of %s was lost, attempt %d", attempt.request_id, attempt.attempt)
                 await asyncio.sleep(_RETRY_PAUSE_S)
             except TimeoutError:
-                raise Overloaded(
-                    f"no first token within {journey.request.deadline_s:g} s", retry_after_s=5.0
-                ) from None
+                raise _late(journey) from None
 
-    async def _join(self, journey: Journey, choices: Sequence[Choice], reply: PrefillReply) -> None:
+    async def _join(
+        self, journey: Journey, choices: Sequence[Choice], reply: PrefillReply, need: int
+    ) -> None:
         """Fetch the survivors and queue the choices; a failed fetch is a recompute, counted."""
         while True:
-            assert reply.ticket is not None, "prefill stages whatever decodes on"
-            ticket = Ticket.from_bytes(reply.ticket)
-            lease = await self._fetch(journey, ticket)
+            lease = await self._arrivals.fetch(reply, journey.deadline)
             if lease is not None:
-                self._add(choices, lease)
+                await self._add(choices, lease, need)
                 return
             self._totals["recomputes"] += 1
             if not journey.attempts_left:
                 raise ReplicaLost(f"survivors could not be fetched in {journey.used} attempts")
-            reply = await self._ask(journey)
+            # The first tokens are out and stay: survivors are wanted whatever this attempt samples.
+            reply = await self._ask(journey, stage=True)
 
-    async def _fetch(self, journey: Journey, ticket: Ticket) -> StagingLease | None:
-        """Pull and acknowledge; None when this ticket cannot be had (the reason is counted)."""
-        try:
-            while True:
-                pull = await self._pull(ticket)
-                if pull.outcome is not Outcome.NO_ROOM:
-                    break
-                if ticket.nbytes > self.endpoint.capacity:
-                    raise InvalidRequest(
-                        f"what the recipe keeps of the prompt takes {ticket.nbytes} bytes, landing memory holds"
-                        f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
-                        "kv.budget",
-                    )
-                if self._event_loop.time() >= journey.deadline:
-                    break
-                await asyncio.sleep(_RETRY_PAUSE_S)  # admission of what has landed makes room
-        except (asyncio.CancelledError, InvalidRequest):
-            self._words.post(partial(self.endpoint.refuse, ticket))
-            raise
-        if pull.lease is not None:
-            return pull.lease
-        _log.warning("pull for %s: %s %s", ticket.request_id, pull.outcome, pull.detail)
-        if pull.scope is Scope.PEER:
-            await self._words.run(partial(self.endpoint.remove_peer, ticket.endpoint))
-        else:
-            self._words.post(partial(self.endpoint.refuse, ticket))
-        return None
-
-    async def _pull(self, ticket: Ticket) -> Pull:
-        """Pull in a thread, and acknowledge there what has landed."""
-        gone = threading.Event()
-
-        def pull() -> Pull:
-            landed = self.endpoint.pull(
-                ticket,
-                fingerprint=self.engine.model.spec.fingerprint.digest,
-                timeout_s=_PULL_LEAST_S + ticket.nbytes / _PULL_FLOOR_BYTES_PER_S,
-                cancelled=gone.is_set,
-            )
-            if landed.ok:
-                self.endpoint.acknowledge(ticket)
-            return landed
-
-        self._pulling += 1
-        try:
-            return await self._pulls.run(pull, stop=gone.set, discard=_give_up)
-        finally:
-            self._pulling -= 1
-            self._pulled.set()
-
-    def _add(self, choices: Sequence[Choice], lease: StagingLease) -> None:
+    async def _add(self, choices: Sequence[Choice], lease: StagingLease, need: int) -> None:
         """Hand landed survivors to the engine, from landing memory if they can be scattered now."""
+        # Landing memory is for transfers, not for queueing: one snapshot at most waits for its pages there.
+        crowded = self._direct > 0 or self.engine.waiting > 0
+        self._direct += not crowded
+        handed = False
         try:
-            layout = parse_snapshot(self.engine.model.spec, lease.buffer)
-            if self.engine.waiting:
-                # Others wait for pages already: landing memory is for transfers, not for queueing.
-                self.engine.add(choices, layout, lease.buffer.clone(), lambda: None)
-                lease.release()
-            else:
-                self.engine.add(choices, layout, lease.buffer, lease.release)
-        except (SnapshotError, KvtideError) as error:
-            lease.release()
-            if isinstance(error, KvtideError):
-                raise
+            layout, buffer = await self._reading.run(partial(self._read, lease, crowded))
+            release = partial(self._admitted, need, None if crowded else lease)
+            self.engine.add(choices, layout, buffer, release)
+            handed = True
+        except SnapshotError as error:
             raise GenerationFailed(f"a verified snapshot cannot be read: {error}") from error
+        finally:
+            if crowded or not handed:
+                lease.release()
+            if not crowded and not handed:
+                self._direct -= 1
         self._loop.wake()
 
-    def _refuse(self, reply: PrefillReply) -> None:
-        """Nobody will pull."""
-        if reply.ticket is not None:
-            self._words.post(partial(self.endpoint.refuse, Ticket.from_bytes(reply.ticket)))
+    def _read(self, lease: StagingLease, copy: bool) -> tuple[SnapshotLayout, Tensor]:
+        layout = parse_snapshot(self.engine.model.spec, lease.buffer)
+        return layout, lease.buffer.clone() if copy else lease.buffer
 
     # Called in the engine's thread.
+
+    def _admitted(self, need: int, lease: StagingLease | None) -> None:
+        """The engine is through with a snapshot; `lease` if it was in landing memory."""
+        if lease is not None:
+            lease.release()
+        self._event_loop.call_soon_threadsafe(self._give_room, need, lease is not None)
 
     def _delivered(self, results: list[StepResult]) -> None:
         self._event_loop.call_soon_threadsafe(self._hand_out, results)
@@ -327,6 +313,10 @@ class DecodeService:
 
     # Called in the event loop.
 
+    def _give_room(self, need: int, direct: bool) -> None:
+        self._direct -= direct
+        self._room.give(need)
+
     def _hand_out(self, results: list[StepResult]) -> None:
         for result in results:
             stream = self._streams.get(result.request_id)
@@ -334,7 +324,5 @@ class DecodeService:
                 stream.put(result.events, result.error)
 
 
-def _give_up(pull: Pull) -> None:
-    """What landed after all is not wanted any more."""
-    if pull.lease is not None:
-        pull.lease.release()
+def _late(journey: Journey) -> Overloaded:
+    return Overloaded(f"no first token within {journey.request.deadline_s:g} s", retry_after_s=5.0)

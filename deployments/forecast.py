@@ -7,6 +7,9 @@ from engine.model import ModelSpec
 from engine.request import GenerationRequest
 from engine.snapshot import SnapshotLayout, SnapshotMeta
 
+# Metadata is padded to this (`engine/snapshot.py`).
+_ALIGN = 64
+
 
 def survivor_counts(spec: ModelSpec, request: GenerationRequest) -> NDArray[np.int32]:
     """Tokens that each kv head will keep, int32 [L, Hk]; absent heads of narrow layers count 0."""
@@ -27,3 +30,12 @@ def survivor_layout(spec: ModelSpec, request: GenerationRequest) -> SnapshotLayo
         len(request.prompt), nothing, request.recipe.recipe_id, survivor_counts(spec, request), firsts, {}
     )
     return SnapshotLayout(spec, meta)
+
+
+def snapshot_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
+    """The most bytes that the prompt's snapshot will take, metadata included; 0 where nothing decodes on."""
+    if request.sampling.max_tokens == 1:
+        return 0
+    layout = survivor_layout(spec, request)
+    positions = int(layout.meta.counts.sum())
+    return layout.nbytes + 4 * (len(request.prompt) + positions) + _ALIGN

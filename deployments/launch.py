@@ -3,47 +3,49 @@
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from deployments.config import AppArgs, cluster_environment
-from deployments.proxy import is_free, own_ports, proxy_binary
+from deployments.child import Child
+from deployments.config import AppArgs
+from deployments.environment import local_environment
+from deployments.offline import own_context
+from deployments.proxy import is_free
 from engine.weights import ensure_weights
 
 _START_LIMIT_S = 600.0
 
 
-def launch(options: AppArgs, words: Sequence[str], *, host: str, port: int) -> int:
-    """Serve until interrupted; → exit status of `serve run`. `words` are the user's own name=value options."""
+def launch(options: AppArgs, *, host: str, port: int) -> int:
+    """Serve until interrupted; → exit status of `serve run`."""
     if not is_free("0.0.0.0", port):
-        raise RuntimeError(f"port {port} is in use; choose another with --port (or KVTIDE_PORT)")
-    ensure_weights(options.model, progress=True)  # here, where a progress bar is seen, not in a replica
-    # A cluster of its own, unless the user names one: attaching to whatever runs here would replace its application.
-    environment = {
-        "RAY_ADDRESS": "local",
-        **own_ports(),
-        **os.environ,
-        **cluster_environment(),
-        "PYTHONPATH": _import_path(),
-    }
-    with tempfile.TemporaryDirectory(prefix="kvtide-") as folder:
-        environment |= {
-            key: value for key, value in proxy_binary(Path(folder)).items() if key not in os.environ
-        }
+        raise RuntimeError(f"port {port} is in use; choose another with --port")
+    path = ensure_weights(
+        options.model, progress=True
+    )  # here, where a progress bar is seen, not in a replica
+    # Here too: a replica that refuses its options would be started again and again.
+    options.context_length(own_context(path))
+    with tempfile.TemporaryDirectory(
+        prefix="kvtide-"
+    ) as folder:  # only its owner may enter: it holds the api_key
         config = Path(folder) / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(options, host, port)))
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", str(config)]
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        return _watch(process, options, f"http://127.0.0.1:{port}")
+        # A cluster of its own, unless the user names one: joining whatever runs here would replace its application.
+        environment = {
+            "RAY_ADDRESS": "local",
+            **os.environ,
+            **local_environment(Path(folder)),
+            "PYTHONPATH": _import_path(),
+        }
+        with Child([sys.executable, "-m", "ray.serve.scripts", "run", str(config)], environment) as child:
+            return _watch(child, options, f"http://127.0.0.1:{port}")
 
 
 def serve_config(options: AppArgs, host: str, port: int) -> dict[str, object]:
@@ -65,23 +67,14 @@ def _import_path() -> str:
     return os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _watch(process: subprocess.Popen[bytes], options: AppArgs, url: str) -> int:
-    """Announce readiness once, pass signals on, wait for the end."""
-
-    def stop(number: int, _frame: object) -> None:
-        process.send_signal(signal.SIGTERM)  # a background `serve run` ignores SIGINT
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if _wait_ready(process, url):
-            print(_greeting(options, url), flush=True)
-        elif process.poll() is None:
-            print(f"kvtide: not ready after {_START_LIMIT_S:.0f} s, stopping", file=sys.stderr)
-            process.terminate()
-        return process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _watch(child: Child, options: AppArgs, url: str) -> int:
+    """Announce readiness once, wait for the end."""
+    if _wait_ready(child.process, url):
+        print(_greeting(options, url), flush=True)
+    elif child.process.poll() is None:
+        print(f"kvtide: not ready after {_START_LIMIT_S:.0f} s, stopping", file=sys.stderr)
+        child.stop()
+    return child.process.wait()
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> bool:

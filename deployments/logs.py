@@ -1,12 +1,11 @@
 """Logging of a replica: our own loggers to standard error, which Ray keeps per process. Request ids, never prompts."""
 
 import logging
-import os
 import sys
 
 
-def configure_logs() -> None:
-    """Send `kvtide.*` at INFO (or `KVTIDE_LOG_LEVEL`) to standard error; calling it again changes nothing."""
+def configure_logs(level: str = "INFO") -> None:
+    """Send `kvtide.*` at `level` (a name of `logging`) to standard error; calling it again changes nothing."""
     logger = logging.getLogger("kvtide")
     if logger.handlers:
         return
@@ -14,5 +13,5 @@ def configure_logs() -> None:
     handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("KVTIDE_LOG_LEVEL", "INFO").upper())
+    logger.setLevel(level)
     logger.propagate = False

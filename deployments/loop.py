@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -17,10 +18,12 @@ class EngineLoop(Generic[Result]):
     `deliver` receives each step's results, `fail` an exception that a step raised; both are called in the thread. An
     engine whose step raised lost its requests (`fail` says so to them) but may serve new ones; after
     `FAILURES_IN_A_ROW` such steps it is `broken`, for a health check to see. A `fail` that raises ends the
-    thread.
+    thread. `idle_check` is called in the thread when it runs out of work, at most every `CHECK_EVERY_S` seconds; with
+    its first AssertionError the engine is `broken`, too.
     """
 
     FAILURES_IN_A_ROW = 3
+    CHECK_EVERY_S = 30.0
 
     def __init__(
         self,
@@ -30,8 +33,11 @@ class EngineLoop(Generic[Result]):
         deliver: Callable[[list[Result]], None],
         fail: Callable[[Exception], None],
         threads: int,
+        idle_check: Callable[[], None] = lambda: None,
     ) -> None:
         self._step, self._busy, self._deliver, self._fail = step, busy, deliver, fail
+        self._idle_check, self._check_due = idle_check, time.monotonic()
+        self._unsound = False
         self._threads = threads
         self._condition = threading.Condition()
         self._stopping = False
@@ -47,7 +53,7 @@ class EngineLoop(Generic[Result]):
     @property
     def broken(self) -> bool:
         """Whether the engine cannot be trusted any more."""
-        return self._failures >= self.FAILURES_IN_A_ROW or not self.alive
+        return self._unsound or self._failures >= self.FAILURES_IN_A_ROW or not self.alive
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -64,6 +70,8 @@ class EngineLoop(Generic[Result]):
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per calling thread
         while True:
+            if not self._busy():
+                self._check_if_due()
             with self._condition:
                 while not self._stopping and not self._busy():
                     self._condition.wait()
@@ -79,3 +87,13 @@ class EngineLoop(Generic[Result]):
             if results:  # a step with nothing to do, as after a failure, proves nothing
                 self._failures = 0
                 self._deliver(results)
+
+    def _check_if_due(self) -> None:
+        if time.monotonic() < self._check_due:
+            return
+        self._check_due = time.monotonic() + self.CHECK_EVERY_S
+        try:
+            self._idle_check()
+        except AssertionError:
+            self._unsound = True
+            _log.exception("the idle engine's books are wrong")

@@ -7,10 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from deployments.blocking import BlockingCalls
 from deployments.forecast import survivor_layout
 from deployments.loop import EngineLoop
-from deployments.reply import PrefillReply
+from deployments.reply import PackedSnapshot, PrefillReply
 from deployments.room import Room
 from deployments.shipping import poll_for_ever
 from engine.errors import (
@@ -22,12 +24,12 @@ from engine.errors import (
     ReplicaLost,
 )
 from engine.local import prompt_event
-from engine.prefill import PrefillDone, PrefillEngine, PrefillJob
+from engine.prefill import PrefillDone, PrefillEngine, PrefillFailed, PrefillJob, PrefillResult
 from engine.prefix import PrefixCache
 from engine.request import GenerationRequest
 from engine.sampler import Sampled
 from engine.workspace import Workspace
-from kv_tiers.keys import BlockKey
+from kv_tiers.keys import BlockKey, Fingerprint
 from kv_tiers.transfer.endpoint import TransferEndpoint
 from kv_tiers.transfer.staging import StagingLease, payload_checksum
 
@@ -56,9 +58,11 @@ class PrefillService:
         max_queued: int,
         workspace_bytes: int,
         ticket_ttl_s: float,
+        by_reply: bool = False,
     ) -> None:
         """`max_queued`: prompts taken at once, waiting and computed; `workspace_bytes`: most full prompt KV in memory
-        at once, spills included (one prompt always fits).
+        at once, spills included (one prompt always fits); `by_reply`: survivors travel inside the reply, because no
+        other process can reach `endpoint`.
         """
         self.engine = engine
         self.endpoint = endpoint
@@ -66,6 +70,7 @@ class PrefillService:
         self._max_queued = max_queued
         self._workspaces = Room(workspace_bytes)
         self._ticket_ttl_s = ticket_ttl_s
+        self._by_reply = by_reply
         self._event_loop = asyncio.get_running_loop()
         self._serial = 0
         self._waiters: dict[str, asyncio.Future[PrefillDone]] = {}
@@ -79,12 +84,18 @@ class PrefillService:
         self._packing = BlockingCalls("pack", _PACK_THREADS)
         self._totals = {"prefilled_prompts": 0.0, "prefilled_tokens": 0.0, "selection_seconds": 0.0}
         self._loop = EngineLoop(
-            "prefill", engine.step, lambda: bool(engine.queued), self._delivered, self._failed, threads
+            "prefill",
+            engine.step,
+            lambda: bool(engine.queued),
+            self._delivered,
+            self._failed,
+            threads,
+            engine.check,
         )
         self._poller = asyncio.create_task(poll_for_ever(endpoint, self._staged, self._staging_freed.set))
 
-    async def prefill(self, request: GenerationRequest) -> PrefillReply:
-        """Compute a prompt; → first tokens and the ticket of its survivors.
+    async def prefill(self, request: GenerationRequest, *, stage: bool = False) -> PrefillReply:
+        """Compute a prompt; → first tokens and the ticket of its survivors (`stage`: even if no choice goes on).
 
         Raises `InvalidRequest` (does not fit), `Overloaded` (queue full, or `deadline_s` over), `GenerationFailed`,
         `ReplicaLost` (closing, or beyond repair). Cancelling frees everything.
@@ -101,7 +112,7 @@ class PrefillService:
                 await self._workspaces.take(need)
                 held = need
                 done, keys = await self._compute(request)
-                reply = await self._stage(request, done)
+                reply = await self._stage(request, done, stage)
             self._count(done)
             if self.prefix is not None and not self._closing:
                 self._in_background(self._spill(self.prefix, request.request_id, done, keys, held))
@@ -216,10 +227,15 @@ class PrefillService:
             workspace.filled = 0
             return keys, 0
 
-    async def _stage(self, request: GenerationRequest, done: PrefillDone) -> PrefillReply:
+    async def _stage(self, request: GenerationRequest, done: PrefillDone, demanded: bool) -> PrefillReply:
         """Pack survivors into transfer memory and publish a ticket, unless no choice goes on."""
-        if all(self._ends(request, first) for first in done.first):
-            return PrefillReply(prompt_event(done, 0), done.first, None)
+        if not demanded and all(self._ends(request, first) for first in done.first):
+            return PrefillReply(prompt_event(done, 0), done.first)
+        event = prompt_event(done, done.layout.nbytes)
+        if self._by_reply:
+            self._refuse_unstageable(done.layout.nbytes)
+            packed = await self._packing.run(partial(_pack_apart, done, self.engine.model.spec.fingerprint))
+            return PrefillReply(event, done.first, snapshot=packed)
         lease = await self._reserve(done.layout.nbytes)
         try:
             checksum = await self._packing.run(partial(_pack, done, lease))
@@ -237,7 +253,7 @@ class PrefillService:
             self._staging_freed.set()
             raise
         self._staged.set()
-        return PrefillReply(prompt_event(done, done.layout.nbytes), done.first, ticket.to_bytes())
+        return PrefillReply(event, done.first, ticket.to_bytes())
 
     async def _reserve(self, nbytes: int) -> StagingLease:
         """Transfer memory, waiting for tickets to end while there is none."""
@@ -281,7 +297,7 @@ class PrefillService:
 
     # Called in the engine's thread.
 
-    def _delivered(self, results: list[PrefillDone]) -> None:
+    def _delivered(self, results: list[PrefillResult]) -> None:
         self._event_loop.call_soon_threadsafe(self._resolve, results)
 
     def _failed(self, error: Exception) -> None:
@@ -295,11 +311,13 @@ class PrefillService:
 
     # Called in the event loop.
 
-    def _resolve(self, results: list[PrefillDone]) -> None:
-        for done in results:
-            waiter = self._waiters.get(done.job.request.request_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(done)
+    def _resolve(self, results: list[PrefillResult]) -> None:
+        for result in results:
+            name = result.job.request.request_id
+            if isinstance(result, PrefillFailed):
+                self._reject([name], result.error)
+            elif (waiter := self._waiters.get(name)) is not None and not waiter.done():
+                waiter.set_result(result)
 
     def _reject(self, lost: Iterable[str], failure: KvtideError) -> None:
         for name in lost:
@@ -312,3 +330,10 @@ def _pack(done: PrefillDone, lease: StagingLease) -> int:
     """Write the snapshot into its lease; → its checksum."""
     done.pack(lease.buffer)
     return payload_checksum(lease.buffer)
+
+
+def _pack_apart(done: PrefillDone, fingerprint: Fingerprint) -> PackedSnapshot:
+    """The snapshot in memory of its own."""
+    buffer = torch.empty(done.layout.nbytes, dtype=torch.uint8)
+    done.pack(buffer)
+    return PackedSnapshot(fingerprint.digest, payload_checksum(buffer), buffer.numpy())

@@ -37,15 +37,18 @@ def _haproxy() -> str | None:
 def own_ports() -> dict[str, str]:
     """Ports that Serve fixes, moved to where nobody listens.
 
-    HAProxy's metrics and statistics ports keep a second service on the machine from starting. Worse, the replicas' own
-    ports (30000 and up, opened with SO_REUSEPORT) are shared without an error, and requests reach the other service.
+    HAProxy's metrics and statistics ports keep a second service on the machine from starting. Worse, those of the
+    replicas (30000 and up) and of the proxy that HAProxy asks while there are none (8500) are opened with SO_REUSEPORT:
+    two services share them without an error, and requests reach the other one.
     """
-    metrics = _free_block(2)
+    single = _free_block(4)
     ingress = _free_block(_INGRESS_PORTS)
     grpc = _free_block(_INGRESS_PORTS)
     return {
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(metrics + 1),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(single),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(single + 1),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(single + 2),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(single + 3),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ingress),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ingress + _INGRESS_PORTS - 1),

@@ -2,35 +2,35 @@
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 import ray
 import torch
 from fastapi import FastAPI
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from transformers import PreTrainedTokenizerFast
 
+from deployments.agent_tier import AgentTier
 from deployments.api.application import build_application
 from deployments.api.backend import Readiness
-from deployments.api.card import ModelCard
 from deployments.config import GIB, AppArgs, resolve
 from deployments.decode_service import DecodeService
 from deployments.directory import directory_actor
 from deployments.logs import configure_logs
-from deployments.node import AgentTier, node_agent
+from deployments.node import node_agent
 from deployments.prefill_service import PrefillService
 from deployments.reply import PrefillReply
-from deployments.shipping import open_endpoint, staging_bytes
-from deployments.telemetry import report_for_ever
+from deployments.served_model import model_card, tokenizer_of
+from deployments.shipping import choose_transport, open_endpoint, staging_bytes
+from deployments.telemetry import report_for_ever, require_running
 from engine.batch import DecodeEngine
 from engine.environment import refuse_foreign_kernels
 from engine.errors import Overloaded, ReplicaLost
-from engine.model import Model, end_tokens_of, load_model
+from engine.model import Model, load_model
 from engine.pool import PagePool, pool_page_bytes
 from engine.prefill import PrefillEngine
 from engine.prefix import PrefixCache
@@ -43,13 +43,12 @@ _log = logging.getLogger("kvtide.replica")
 
 def _open_model(args: AppArgs) -> tuple[Model, int]:
     """Load the model with this replica's share of threads; → model and thread count."""
-    configure_logs()
+    configure_logs(args.log_level)
     refuse_foreign_kernels()
     threads = resolve(args).threads_per_replica
     torch.set_num_threads(threads)
     model = load_model(ensure_weights(args.model), args.dtype, args.block_tokens)
-    if args.max_context is not None and args.max_context < model.spec.context_length:
-        model.spec = replace(model.spec, context_length=args.max_context)
+    model.spec = replace(model.spec, context_length=args.context_length(model.spec.context_length))
     return model, threads
 
 
@@ -65,8 +64,9 @@ class Prefill:
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         model, threads = await asyncio.to_thread(_open_model, args)
         application, name = _replica()
+        transport = choose_transport(args.transport)
         endpoint = open_endpoint(
-            name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), args.transport
+            name, staging_bytes(model.spec, model.spec.context_length, args.staging_gib), transport
         )
         self._service = PrefillService(
             PrefillEngine(model, chunk_tokens=args.chunk_tokens),
@@ -76,14 +76,16 @@ class Prefill:
             max_queued=args.max_queued,
             workspace_bytes=int(args.workspace_gib * GIB),
             ticket_ttl_s=args.ticket_ttl_s,
+            by_reply=transport == "local",
         )
         self._telling = asyncio.create_task(report_for_ever(application, name, self._service.stats))
 
-    async def prefill(self, request: GenerationRequest) -> PrefillReply:
-        return await self._service.prefill(request)
+    async def prefill(self, request: GenerationRequest, *, stage: bool) -> PrefillReply:
+        return await self._service.prefill(request, stage=stage)
 
     async def check_health(self) -> None:
         self._service.health()
+        require_running(self._telling)
 
     async def __del__(self) -> None:
         self._telling.cancel()
@@ -110,8 +112,8 @@ class PrefillPool:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def prefill(self, request: GenerationRequest) -> PrefillReply:
-        response = self._handle.prefill.remote(request)
+    async def prefill(self, request: GenerationRequest, *, stage: bool) -> PrefillReply:
+        response = self._handle.prefill.remote(request, stage=stage)
         try:
             return await response
         except asyncio.CancelledError:
@@ -132,15 +134,20 @@ class Decode:
         spec = model.spec
         pages = max(1, int(args.pool_gib * GIB) // pool_page_bytes(spec))
         engine = DecodeEngine(model, PagePool(spec, pages, args.max_sequences, spec.context_length))
-        tokenizer = await asyncio.to_thread(_tokenizer, args)
+        tokenizer = await asyncio.to_thread(tokenizer_of, args)
         self._service = DecodeService(
             engine,
             TokenPieces(tokenizer),
-            open_endpoint(name, staging_bytes(spec, spec.context_length, args.staging_gib), args.transport),
+            open_endpoint(
+                name,
+                staging_bytes(spec, spec.context_length, args.staging_gib),
+                choose_transport(args.transport),
+            ),
             PrefillPool(prefill),
             threads=threads,
             max_requests=args.max_sequences + args.max_queued,
             attempts=args.attempts,
+            waiting_bytes=int(args.waiting_gib * GIB),
         )
         self._telling = asyncio.create_task(report_for_ever(application, name, self._service.stats))
 
@@ -154,29 +161,25 @@ class Decode:
 
     async def check_health(self) -> None:
         self._service.health()
+        require_running(self._telling)
 
     async def __del__(self) -> None:
         self._telling.cancel()
         await self._service.close()
 
 
-def _tokenizer(args: AppArgs) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(ensure_weights(args.model))
-
-
 class DecodePool:
     """`Backend` over the decode deployment's handle."""
 
-    def __init__(self, handle: DeploymentHandle, application: str, attempts: int) -> None:
+    def __init__(self, handle: DeploymentHandle, attempts: int, directory: Callable[[], ActorHandle]) -> None:
+        """`directory` finds the directory actor, or makes it when there is none."""
         self._handle = handle.options(stream=True)
-        self._application = application
         self._attempts = attempts
-        self._directory = directory_actor(application)
+        self._find_directory = directory
+        self._directory = directory()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
-        """Events of the decode replica; a replica that dies before its first event is replaced unseen."""
+        """Events of the decode replica; one that is lost before its first event is replaced unseen."""
         for attempt in range(self._attempts):
             # Attempt numbers of the decode side's own retries lie between two of ours.
             stream = self._handle.generate.remote(replace(request, attempt=attempt * 1000))
@@ -188,7 +191,7 @@ class DecodePool:
                 return
             except BackPressureError as error:
                 raise Overloaded("the decode pool's queue is full") from error
-            except (RayActorError, DeploymentUnavailableError) as error:
+            except (RayActorError, DeploymentUnavailableError, ReplicaLost) as error:
                 if started or attempt + 1 == self._attempts:
                     raise ReplicaLost(f"the decode replica died: {type(error).__name__}") from error
                 _log.warning("decode of %s was lost before its first token", request.request_id)
@@ -209,7 +212,7 @@ class DecodePool:
         try:
             stats = await self._directory.stats.remote()
         except RayError:
-            self._directory = directory_actor(self._application)
+            self._directory = self._find_directory()
             stats = await self._directory.stats.remote()
         directory = {"directory_nodes": float(stats.nodes), "directory_blocks": float(stats.keys)}
         return {**stats.reports, "directory": directory}
@@ -220,30 +223,11 @@ class Gateway:
     """HTTP ingress: the OpenAI API over the decode pool."""
 
     def __init__(self, args: AppArgs, decode: DeploymentHandle) -> None:
-        configure_logs()
+        configure_logs(args.log_level)
         application, _ = _replica()
         self._args = args
-        self._backend = DecodePool(decode, application, args.attempts)
+        self._backend = DecodePool(decode, args.attempts, lambda: directory_actor(application))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         card = model_card(self._args)
         return build_application(self._backend, card, self._args.api_settings(), answer_request_ids=False)
-
-
-def model_card(args: AppArgs) -> ModelCard:
-    """The served model as the API sees it: tokenizer and limits, without weights."""
-    from transformers import AutoConfig
-
-    path = ensure_weights(args.model)
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    context = min(config.max_position_embeddings, args.max_context or config.max_position_embeddings)
-    return ModelCard(
-        names=(args.name,),
-        tokenizer=_tokenizer(args),
-        context_length=context,
-        max_prompt_tokens=context,
-        default_recipe=args.recipe,
-        end_token_ids=tuple(sorted(end_tokens_of(path))),
-        vocab_size=config.vocab_size,
-        created=int(os.stat(path).st_mtime),
-    )

@@ -7,9 +7,12 @@ from ray import serve
 from ray.serve import Application
 
 from deployments.config import AppArgs
+from deployments.environment import prepare_environment
 from deployments.replicas import Decode, Gateway, Prefill
 
-# Every request that waits in a replica's own queue counts as ongoing; the services refuse beyond their bounds.
+# Every request that waits in a replica's own queue counts as ongoing; the services refuse beyond their bounds. So Serve
+# queues only what finds no live replica, `max_queued_requests` per caller: as much as the pool takes at once, for a
+# burst passes through that queue too.
 _ONGOING = 4096
 
 
@@ -21,11 +24,13 @@ def _replica_options(args: AppArgs, resources: dict[str, float]) -> dict[str, ob
 
 def app(args: AppArgs) -> Application:
     """The application of one model: gateway → decode pool → prefill pool."""
+    prepare_environment()
     prefill = serve.deployment(
         Prefill,
         name="Prefill",
         num_replicas=args.prefill_replicas,
         max_ongoing_requests=_ONGOING,
+        max_queued_requests=args.prefill_replicas * args.max_queued,
         ray_actor_options=_replica_options(args, args.prefill_resources),
         health_check_period_s=2,
         health_check_timeout_s=30,
@@ -35,6 +40,7 @@ def app(args: AppArgs) -> Application:
         name="Decode",
         num_replicas=args.decode_replicas,
         max_ongoing_requests=_ONGOING,
+        max_queued_requests=args.decode_replicas * (args.max_sequences + args.max_queued),
         ray_actor_options=_replica_options(args, args.decode_resources),
         health_check_period_s=2,
         health_check_timeout_s=30,

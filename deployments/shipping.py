@@ -1,12 +1,15 @@
 """Transfer endpoints of a replica, and the task that keeps their tickets moving."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from engine.model import ModelSpec
 from kv_tiers.transfer.endpoint import TransferEndpoint
 from kv_tiers.transfer.local import LocalEndpoint
 from kv_tiers.transfer.nixl import NixlEndpoint, unavailable
+
+_log = logging.getLogger("kvtide.replica")
 
 _MIB = 1 << 20
 _LEAST_STAGING = 256 * _MIB
@@ -20,17 +23,23 @@ def staging_bytes(spec: ModelSpec, context: int, asked_gib: float | None) -> int
     return max(_LEAST_STAGING, 2 * (whole + whole // 16 + _MIB))
 
 
-def open_endpoint(name: str, nbytes: int, transport: str) -> TransferEndpoint:
-    """The endpoint of this process: NIXL where it exists, or within one process.
+def choose_transport(asked: str) -> str:
+    """What to ship with, "nixl" or "local"; for "auto" whichever works here.
 
-    `transport` is "nixl", "local" or "auto". Raises RuntimeError when nixl is demanded and does not work here.
+    `local` has no way between processes, so survivors travel inside the prefill reply, through Ray. Raises RuntimeError
+    when nixl is demanded and does not work here.
     """
-    reason = None if transport == "local" else unavailable()
-    if transport == "nixl" and reason is not None:
-        raise RuntimeError(f"transport nixl does not work here: {reason}")
-    if transport == "local" or reason is not None:
-        return LocalEndpoint(name, nbytes)
-    return NixlEndpoint(name, nbytes)
+    reason = None if asked == "local" else unavailable()
+    if asked == "nixl" and reason is not None:
+        raise RuntimeError(f"transport nixl does not work here: {reason}; transport=local does without it")
+    if reason is not None:
+        _log.warning("%s; survivors travel in replies through Ray (transport=local)", reason)
+    return "local" if asked == "local" or reason is not None else "nixl"
+
+
+def open_endpoint(name: str, nbytes: int, transport: str) -> TransferEndpoint:
+    """Endpoint of this process with `nbytes` of transfer memory; `transport` is what `choose_transport` chose."""
+    return LocalEndpoint(name, nbytes) if transport == "local" else NixlEndpoint(name, nbytes)
 
 
 async def poll_for_ever(endpoint: TransferEndpoint, wake: asyncio.Event, on_end: Callable[[], None]) -> None:

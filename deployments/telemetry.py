@@ -13,7 +13,10 @@ _log = logging.getLogger("kvtide.telemetry")
 
 
 async def report_for_ever(application: str, source: str, gauges: Callable[[], dict[str, float]]) -> None:
-    """Report until cancelled. A report lapses with its lease, so a dead replica's gauges vanish by themselves."""
+    """Report until cancelled. A report lapses with its lease, so a dead replica's gauges vanish by themselves.
+
+    What `gauges` raises ends it: `require_running` tells the health check.
+    """
     incarnation = time.time_ns()
     directory = directory_actor(application)
     while True:
@@ -23,3 +26,10 @@ async def report_for_ever(application: str, source: str, gauges: Callable[[], di
             _log.warning("directory unreachable: %s", type(error).__name__)
             directory = directory_actor(application)
         await asyncio.sleep(HEARTBEAT_S)
+
+
+def require_running(telling: asyncio.Task[None]) -> None:
+    """Raises RuntimeError when a replica's reports have ended: without them it counts as gone."""
+    if telling.done():
+        reason = "cancelled" if telling.cancelled() else repr(telling.exception())
+        raise RuntimeError(f"the telemetry task died: {reason}")

@@ -18,6 +18,20 @@ from engine.support import unsupported
 
 ATTENTION_NAME = "kvtide"
 
+# Keywords of an attention call that change nothing here: what is only for training, our own inputs handed through, and
+# requests for outputs that we never make. Any other one that is set means attention that we do not compute.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+    }
+    | {"use_cache"}
+)
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -49,28 +63,35 @@ def kvtide_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
+    scaling: float | None = None,
     kvtide: AttentionPort | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_ignored: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """`AttentionInterface` entry: query [1, Hq, T, D], key and value [1, Hk, T, D] → ([1, T, Hq, D], no weights).
 
-    Raises `UnsupportedModel` for calls that ask for something else than causal attention through our port.
+    `scaling` None is 1/sqrt(D). Raises `UnsupportedModel` for calls that ask for something else than causal attention
+    through our port; the probe at load meets every layer's call, so serving never does.
     """
+    unknown = sorted(name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None)
     for found, what in (
         (kvtide is None, "attention that passes no extra arguments on"),
         (attention_mask is not None, "an attention mask of its own"),
-        (not getattr(module, "is_causal", True), "bidirectional attention"),
+        (
+            not getattr(module, "is_causal", True) or others.get("is_causal") is False,
+            "bidirectional attention",
+        ),
+        (unknown, f"attention with {', '.join(unknown)}"),
     ):
         if found:
             raise unsupported(module.config, what)
     assert kvtide is not None
     # A parameter of the model: selection reads it later, outside of inference mode, and kernels want fp32.
     sinks = None if s_aux is None else s_aux.detach().float()
-    call = AttentionCall(int(module.layer_idx), scaling, sliding_window, softcap or 0.0, sinks)  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(int(module.layer_idx), scale, sliding_window, softcap or 0.0, sinks)  # type: ignore[arg-type]
     return kvtide.attend(call, query[0], key[0], value[0]).unsqueeze(0), None
 
 

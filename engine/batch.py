@@ -6,21 +6,24 @@ One thread calls `step`; `add` and `abort` may come from others.
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from engine.decode import decode_step
-from engine.errors import GenerationFailed, InvalidRequest
+from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest
 from engine.model import Model
 from engine.pool import OutOfPages, PagePool, PoolUse
 from engine.request import TokenEvent
 from engine.restore import restore, take_snapshot
 from engine.sampler import sample
 from engine.schedule import Waiting, admit, preemption_victim
-from engine.sequence import Choice, Pending, Running
+from engine.sequence import Choice, Pending, Running, next_position, nothing_to_release
 from engine.snapshot import SnapshotLayout
 
 
@@ -33,11 +36,26 @@ class StepResult:
     error: GenerationFailed | None = None
 
 
+class TakenOut(NamedTuple):
+    """A choice that left an engine: `add` takes it into another one, with this snapshot (host memory).
+
+    To go on in another process it is made anew there, with the same request and `choice.generated`.
+    """
+
+    choice: Choice
+    layout: SnapshotLayout
+    buffer: Tensor
+
+
 class DecodeEngine:
     """Runs choices of different lengths and recipes in one batch.
 
     Waiting entries are admitted in order of arrival (preempted ones keep theirs). When pages run out, the youngest
     running choice is packed into a snapshot in host memory, gives its pages back and waits.
+
+    A choice that has more generated tokens than its snapshot replays them: they run through the same steps as everybody
+    else's, nothing is drawn and no event is given until the newest is the next input. That rebuilds a lost sequence
+    from its prompt's snapshot and its ids.
     """
 
     def __init__(self, model: Model, pool: PagePool) -> None:
@@ -51,27 +69,57 @@ class DecodeEngine:
         self._orders = 0
 
     def add(
-        self, choices: Sequence[Choice], layout: SnapshotLayout, buffer: Tensor, release: Callable[[], None]
+        self,
+        choices: Sequence[Choice],
+        layout: SnapshotLayout,
+        buffer: Tensor,
+        release: Callable[[], None] = nothing_to_release,
     ) -> None:
         """Queue the unfinished choices of a request on one snapshot. Ownership of `buffer` until `release` is called.
+
+        The snapshot is the prompt's, or was taken from a running choice: what it says beyond the prompt must be the
+        beginning of the generated tokens of all of them. Each has at least one.
 
         Raises `InvalidRequest` (and does not take the buffer) when the pool could not hold one choice at its end, or
         has fewer rows than there are choices.
         """
         live = [choice for choice in choices if choice.finish_reason is None]
         assert live, "nothing to decode"
+        _assert_continues(live, layout)
         self.refuse_impossible(live[0], layout)
         if len(live) > self.pool.rows:
             raise InvalidRequest(
                 f"the decode pool runs {self.pool.rows} choices at once, not {len(live)}", "n"
             )
+        pages = self.pool.pages_for(layout.meta.counts)
         with self._lock:
-            self._waiting.append(Pending(self._orders, live, layout, buffer, release))
+            self._waiting.append(Pending(self._orders, live, layout, buffer, release, pages))
             self._orders += 1
 
     def refuse_impossible(self, choice: Choice, layout: SnapshotLayout) -> None:
-        """Raise `InvalidRequest` when even an empty pool could not hold one choice with all its tokens."""
-        more = choice.request.sampling.max_tokens - len(choice.generated)
+        """Raise `InvalidRequest` when even an empty pool could not hold one choice with all its tokens.
+
+        `ContextOverflow` where the context or the pool's page tables are too short, with both numbers.
+        """
+        prompt, most = len(choice.request.prompt), choice.request.sampling.max_tokens
+        limit = self.model.spec.context_length
+        if prompt + most > limit:
+            raise ContextOverflow(
+                f"prompt of {prompt} tokens and {most} new ones do not fit the context of {limit} tokens",
+                "max_tokens",
+            )
+        # The last token's KV is never asked for.
+        more = prompt + most - 1 - next_position(layout.meta)
+        # Windowed layers number their slots by position.
+        windowed = np.array([layer.window is not None for layer in self.pool.spec.layers])
+        slots = np.where(windowed, prompt + most - 1, layout.meta.counts.max(1) + more)
+        width = self.pool.tables.shape[3] * self.pool.slots
+        if (slots > width).any():
+            raise ContextOverflow(
+                f"{slots.max()} tokens do not fit the {width[slots > width].min()} that the decode pool's page tables"
+                " hold of one sequence",
+                "max_tokens",
+            )
         needed, total = self.pool.pages_at(layout.meta.counts, more), self.pool.use.total
         if needed > total:
             raise InvalidRequest(
@@ -93,7 +141,7 @@ class DecodeEngine:
     @property
     def pages_owed(self) -> int:
         """Pages that waiting choices need before they can run."""
-        return sum(self.pool.pages_for(entry.layout.meta.counts) for entry in list(self._waiting))
+        return sum(entry.pages for entry in list(self._waiting))
 
     @property
     def running(self) -> int:
@@ -118,55 +166,90 @@ class DecodeEngine:
             self.model,
             self.pool,
             [entry.row for entry in batch],
-            [entry.choice.generated[-1] for entry in batch],
-            [entry.choice.position for entry in batch],
+            [entry.next_input for entry in batch],
+            [entry.position for entry in batch],
         )
+        drawing = [index for index, entry in enumerate(batch) if not entry.replaying]
+        for entry in batch:
+            entry.position += 1
+        return self._draw([batch[index] for index in drawing], logits[drawing])
+
+    def _draw(self, batch: Sequence[Running], logits: Tensor) -> list[StepResult]:
+        """Next token of each of `batch`; logits [len(batch), vocab]."""
         drawn = sample(logits, [entry.choice.sample_row() for entry in batch], self.model.spec.end_tokens)
         results: dict[str, list[TokenEvent]] = {}
         errors: dict[str, GenerationFailed] = {}
         for entry, outcome in zip(batch, drawn, strict=True):
-            request_id = entry.choice.request.request_id
+            events = results.setdefault(entry.request_id, [])
             try:
-                results.setdefault(request_id, []).append(entry.choice.accept(outcome))
+                events.append(entry.choice.accept(outcome))
             except GenerationFailed as error:
-                errors[request_id] = error
+                errors[entry.request_id] = error
         self._retire(set(errors))
         return [StepResult(key, tuple(events), errors.get(key)) for key, events in results.items()]
+
+    def take_out(self, request_id: str, choice: int) -> TakenOut:
+        """Remove one running or waiting choice, to go on elsewhere. For the thread that calls `step`, between steps.
+
+        Raises LookupError when it is not here (any more).
+        """
+        for index, running in enumerate(self._running):
+            if (running.request_id, running.choice.choice) == (request_id, choice):
+                return self._pack(self._running.pop(index))
+        with self._lock:
+            waiting = [entry for entry in self._waiting if entry.request_id == request_id]
+        for entry in waiting:
+            for found in entry.choices:
+                if found.choice == choice:
+                    taken = TakenOut(found, entry.layout, entry.buffer.clone())
+                    entry.choices = [other for other in entry.choices if other is not found]
+                    if not entry.choices:
+                        self._stop_waiting(entry)
+                    return taken
+        raise LookupError(f"choice {choice} of {request_id} is not decoded here")
 
     def fail_all(self) -> list[str]:
         """Free everything and name the requests that were lost: for a step that raised."""
         with self._lock:
-            names = {entry.choice.request.request_id for entry in self._running}
-            names.update(choice.request.request_id for entry in self._waiting for choice in entry.choices)
+            names = {entry.request_id for entry in self._running}
+            names.update(entry.request_id for entry in self._waiting)
             self._aborted.update(names)
         self._drop_aborted()
         return sorted(names)
 
     def check(self) -> None:
-        """The pool's own invariants, and: exactly the running choices hold rows."""
+        """AssertionError unless the pool's books are right, exactly the running choices hold rows, and all is in order.
+
+        For the thread that calls `step`, between steps.
+        """
         self.pool.check()
-        rows = [entry.row for entry in self._running]
-        assert len(set(rows)) == len(rows), "two choices share a row"
+        rows = {entry.row for entry in self._running}
+        assert len(rows) == len(self._running), "two choices share a row"
+        assert len(rows) + self.pool.free_rows == self.pool.rows, "a row is held by nobody"
+        with self._lock:
+            orders = [entry.order for entry in self._waiting]
+            assert all(entry.choices for entry in self._waiting), "nobody waits for a snapshot"
+        assert orders == sorted(orders), "those who wait are out of order"
 
     def _drop_aborted(self) -> None:
         with self._lock:
             aborted, self._aborted = self._aborted, set()
             if not aborted:
                 return
-            gone = [entry for entry in self._waiting if entry.choices[0].request.request_id in aborted]
-            self._waiting = [entry for entry in self._waiting if entry not in gone]
+            gone = [entry for entry in self._waiting if entry.request_id in aborted]
+            self._waiting = [entry for entry in self._waiting if entry.request_id not in aborted]
         for entry in gone:
             entry.release()
         for running in self._running:
-            if running.choice.request.request_id in aborted:
+            if running.request_id in aborted:
                 self.pool.close(running.row)
-        self._running = [e for e in self._running if e.choice.request.request_id not in aborted]
+        self._running = [entry for entry in self._running if entry.request_id not in aborted]
 
     def _retire(self, failed: set[str]) -> None:
         """Close the rows of finished and failed choices."""
         keep = []
         for entry in self._running:
-            if entry.choice.finish_reason is not None or entry.choice.request.request_id in failed:
+            if entry.choice.finish_reason is not None or entry.request_id in failed:
                 self.pool.close(entry.row)
             else:
                 keep.append(entry)
@@ -175,25 +258,27 @@ class DecodeEngine:
             self._aborted.update(failed)  # waiting siblings go at the next step
 
     def _admit(self) -> None:
+        free_rows = self.pool.free_rows
         with self._lock:
-            waiting = sorted(self._waiting, key=lambda entry: entry.order)
+            waiting = self._waiting[:free_rows]  # each takes a row at least
         heads = sum(layer.kv_heads for layer in self.pool.spec.layers)
-        wishes = [
-            Waiting(self.pool.pages_for(e.layout.meta.counts), len(e.choices), heads * len(e.choices))
-            for e in waiting
-        ]
-        count = admit(wishes, self.pool.use.free, self.pool.free_rows, len(self._running))
+        wishes = (Waiting(e.pages, len(e.choices), heads * len(e.choices)) for e in waiting)
+        count = admit(wishes, self.pool.use.free, free_rows, len(self._running))
         for entry in waiting[:count]:
             row = restore(self.pool, entry.layout, entry.buffer)
             rows = [row, *(self.pool.fork(row) for _ in entry.choices[1:])]
+            start = next_position(entry.layout.meta)
             self._running.extend(
-                Running(entry.order, choice, own, entry.layout)
+                Running(entry.order, choice, own, entry.layout, start)
                 for choice, own in zip(entry.choices, rows, strict=True)
             )
             # From here on it is running and no longer waiting, whatever becomes of the entries behind it.
-            with self._lock:
-                self._waiting = [other for other in self._waiting if other is not entry]
-            entry.release()
+            self._stop_waiting(entry)
+
+    def _stop_waiting(self, entry: Pending) -> None:
+        with self._lock:
+            self._waiting.remove(entry)
+        entry.release()
 
     def _make_room(self) -> list[Running]:
         """Preempt until every running choice can take one more token."""
@@ -209,12 +294,25 @@ class DecodeEngine:
     def preempt(self, index: int) -> None:
         """Pack running choice `index` into a snapshot in host memory and let it wait for pages again."""
         entry = self._running.pop(index)
-        layout, buffer = take_snapshot(self.pool, entry.row, entry.layout.meta, entry.choice.tokens)
-        self.pool.close(entry.row)
+        _, layout, buffer = self._pack(entry)
         self.preemptions += 1
+        pages = self.pool.pages_for(layout.meta.counts)
+        waiting = Pending(entry.order, [entry.choice], layout, buffer, nothing_to_release, pages)
         with self._lock:
-            self._waiting.append(Pending(entry.order, [entry.choice], layout, buffer, _nothing))
+            insort(self._waiting, waiting, key=attrgetter("order"))
+
+    def _pack(self, entry: Running) -> TakenOut:
+        """Pack a choice that runs no more into host memory and give its pages back."""
+        layout, buffer = take_snapshot(self.pool, entry.row, entry.layout.meta, entry.fed)
+        self.pool.close(entry.row)
+        return TakenOut(entry.choice, layout, buffer)
 
 
-def _nothing() -> None:
-    """A preempted choice's snapshot is plain host memory: dropping it frees it."""
+def _assert_continues(choices: Sequence[Choice], layout: SnapshotLayout) -> None:
+    """AssertionError unless the choices' tokens begin with the snapshot's and go on with a next input."""
+    known = layout.meta.tokens
+    for choice in choices:
+        assert len(choice.request.prompt) == layout.meta.prompt_tokens, "the snapshot of another prompt"
+        assert choice.position >= next_position(layout.meta), "a choice without a next input"
+        own = np.asarray(choice.tokens[: len(known)], np.uint32)
+        assert np.array_equal(own, known), "the snapshot of another text"

@@ -14,7 +14,7 @@ import torch
 from engine.batch import DecodeEngine
 from engine.model import Model
 from engine.pool import PagePool
-from engine.prefill import PrefillDone, PrefillEngine, PrefillJob
+from engine.prefill import PrefillDone, PrefillEngine, PrefillFailed, PrefillJob
 from engine.prefix import PrefixCache
 from engine.request import Event, GenerationRequest, PromptEvent, TokenEvent
 from engine.sequence import Choice
@@ -76,16 +76,25 @@ class LocalEngine:
         self.decode = DecodeEngine(model, pool)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[str, list[Event]]]:
-        """Run requests together; yields (request id, events) as they come. Raises `GenerationFailed`."""
-        for request in requests:
-            self.start(request)
-        while self.prefill.queued or not self.decode.idle:
-            for done in self.prefill.step():
-                yield done.job.request.request_id, self._join(done)
-            for result in self.decode.step():
-                if result.error is not None:
-                    raise result.error
-                yield result.request_id, list(result.events)
+        """Run requests together; yields (request id, events) as they come. Raises `GenerationFailed`.
+
+        An error, or leaving the iterator before its end, ends everything that runs in this engine.
+        """
+        try:
+            for request in requests:
+                self.start(request)
+            while self.prefill.queued or not self.decode.idle:
+                for done in self.prefill.step():
+                    if isinstance(done, PrefillFailed):
+                        raise done.error
+                    yield done.job.request.request_id, self._join(done)
+                for result in self.decode.step():
+                    if result.error is not None:
+                        raise result.error
+                    yield result.request_id, list(result.events)
+        finally:
+            self.prefill.fail_all()
+            self.decode.fail_all()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
         """Run requests together to their end."""
@@ -119,11 +128,7 @@ class LocalEngine:
         if any(choice.finish_reason is None for choice in choices):
             buffer = torch.empty(done.layout.nbytes, dtype=torch.uint8)
             done.pack(buffer)
-            self.decode.add(choices, done.layout, buffer, _nothing)
+            self.decode.add(choices, done.layout, buffer)
         if self.prefix is not None:
             self.prefix.store(done.job.workspace, self.prefix.keys(request.prompt, request.tenant))
         return events
-
-
-def _nothing() -> None:
-    """The snapshot is plain host memory."""

@@ -28,14 +28,23 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# fp32 linear layers give a row the same bits whatever the other rows are only for row counts that are multiples of 8
-# (torch 2.13, oneDNN: 1-3 and 5-7 rows differ). A step of any batch is padded to such a count.
-ROW_QUANTUM = 8
+# Linear layers give a row the same bits whatever the other rows are only for some row counts (measured on an AVX-512
+# machine with 1 to 8 threads, torch 2.13): multiples of 8 in fp32 (1-3 rows differ, and with two threads 5-7), all
+# but a single row in bf16 (a matrix of 1024 columns and more takes another path for one row).
+FP32_ROW_QUANTUM = 8
+BF16_LEAST_ROWS = 2
 
 
-@dataclass(frozen=True)
+def step_rows(count: int, dtype: torch.dtype) -> int:
+    """Rows that a step of `count` rows is padded to, so that a row's bits do not depend on the others."""
+    if dtype is torch.float32:
+        return -(-count // FP32_ROW_QUANTUM) * FP32_ROW_QUANTUM
+    return max(count, BF16_LEAST_ROWS) if count else 0
+
+
+@dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One layer's attention: `window` None sees everything; `softcap` 0 is off."""
+    """One layer's attention: `window` None sees everything; `softcap` 0 is off. Compared by identity."""
 
     query_heads: int
     kv_heads: int
@@ -46,9 +55,12 @@ class LayerSpec:
     sinks: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """What pages, blocks, snapshots and schedulers need to know of a model."""
+    """What pages, blocks, snapshots and schedulers need to know of a model.
+
+    Compared by identity; whether two models are the same one is what `fingerprint` says.
+    """
 
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
@@ -81,14 +93,15 @@ class Model:
     ) -> Tensor:
         """Run a flattened batch of tokens through all layers; → logits [len(logits_at), vocab] (model dtype).
 
-        Token t has position positions[t]; the port decides which tokens see which KV. Rows are padded to a multiple of
-        `ROW_QUANTUM`; the port sees the real ones only.
+        Token t has position positions[t]; the port decides which tokens see which KV. Rows are padded (`step_rows`);
+        the port sees the real ones only.
         """
-        count = len(tokens)
-        padding = -count % ROW_QUANTUM
+        count, dtype = len(tokens), self.spec.dtype
+        padding = step_rows(count, dtype) - count
         ids = torch.tensor([*tokens, *[0] * padding], dtype=torch.long).unsqueeze(0)
         places = torch.tensor([*positions, *[0] * padding], dtype=torch.long).unsqueeze(0)
-        wanted = torch.tensor([*logits_at, *[0] * (-len(logits_at) % ROW_QUANTUM)], dtype=torch.long)
+        unasked = step_rows(len(logits_at), dtype) - len(logits_at)
+        wanted = torch.tensor([*logits_at, *[0] * unasked], dtype=torch.long)
         out = self.network(
             input_ids=ids,
             position_ids=places,

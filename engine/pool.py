@@ -46,8 +46,9 @@ def pool_page_bytes(spec: ModelSpec) -> int:
 class PagePool:
     """Pages, page tables and lengths of all sequences of one decode engine.
 
-    `tables` int32 [rows, L, Hk, P], `lengths` int32 [rows, L, Hk] (slots used), `starts` int32 [rows, L] (first visible
-    slot: windowed layers only). A row is one sequence. Layers with fewer kv heads than the widest leave the rest empty.
+    `tables` int32 [rows, L, Hk, P], `lengths` int32 [rows, L, Hk] (the next token's slot), `starts` int32 [rows, L]
+    (first visible slot: windowed layers only). A row is one sequence. Layers with fewer kv heads than the widest leave
+    the rest empty. Slots before `starts` hold no pages of their own, so numbers may begin anywhere.
     """
 
     def __init__(self, spec: ModelSpec, pages: int, rows: int, max_tokens: int) -> None:
@@ -71,10 +72,12 @@ class PagePool:
         self._free_count = pages
         self._free_rows = list(range(rows - 1, -1, -1))
         self._forked: set[int] = set()
+        self._ready = np.zeros(rows, bool)  # has room for one more token in every head
         self._heads = np.array([layer.kv_heads for layer in spec.layers], np.int32)
         self._head_mask = np.arange(spec.max_kv_heads)[None, :] < self._heads[:, None]
         self._windows = np.array([layer.window or 0 for layer in spec.layers], np.int32)
         self._windowed = np.flatnonzero(self._windows)
+        self._layer, self._head = np.arange(len(spec.layers))[:, None], np.arange(spec.max_kv_heads)
 
     @property
     def use(self) -> PoolUse:
@@ -89,28 +92,38 @@ class PagePool:
         return len(self._free_rows)
 
     def pages_for(self, counts: NDArray[np.integer]) -> int:
-        """Pages that a new sequence with `counts` [L, Hk] slots needs."""
-        return int((-(-counts // self.slots[:, None]))[self._head_mask].sum())
+        """Most pages that a new sequence with `counts` [L, Hk] slots takes, wherever its windowed layers begin."""
+        slots = self.slots[:, None]
+        straddling = np.where((self._windows[:, None] > 0) & (counts > 0), counts + slots - 1, counts)
+        return int((-(-straddling // slots))[self._head_mask].sum())
 
     def pages_at(self, counts: NDArray[np.int32], more: int) -> int:
         """Most pages that a sequence holds while `counts` [L, Hk] slots grow by `more` tokens each.
 
-        Windowed layers stop growing: their visible slots straddle at most one page more than they fill.
+        Windowed layers stop growing at the window, the newest token included.
         """
         grown = counts.astype(np.int64) + more
-        most = self._windows - 1 + self.slots
-        return self.pages_for(np.where(self._windows[:, None] > 0, np.minimum(grown, most[:, None]), grown))
+        windows = self._windows[:, None]
+        return self.pages_for(np.where(windows > 0, np.minimum(grown, windows), grown))
 
-    def open(self, counts: NDArray[np.int32]) -> int:
-        """A row with pages for `counts` [L, Hk] slots, lengths set, contents undefined. Raises `OutOfPages`."""
+    def open(self, counts: NDArray[np.int32], first_slots: NDArray[np.integer] | None = None) -> int:
+        """A row with pages for `counts` [L, Hk] slots, contents undefined. Raises `OutOfPages`.
+
+        Layer l uses slots from `first_slots`[l] (0 by default); no page lies wholly before it.
+        """
         assert self._free_rows, "the scheduler admits no more sequences than there are rows"
-        needed = np.where(self._head_mask, -(-counts // self.slots[:, None]), 0)
+        layers = len(self.slots)
+        begin = (np.zeros(layers, np.int64) if first_slots is None else first_slots.astype(np.int64))[:, None]
+        end, slots = np.where(self._head_mask, begin + counts, 0), self.slots[:, None]
+        first, last = begin // slots, -(-end // slots)
+        needed = np.where(self._head_mask & (counts > 0), last - first, 0)
         pages = self._take(int(needed.sum()))
         row = self._free_rows.pop()
-        places = np.arange(self._tables.shape[3])[None, None, :] < needed[:, :, None]
-        self._tables[row][places] = pages
-        self._lengths[row] = counts
-        self._starts[row] = 0
+        place = np.arange(self._tables.shape[3])[None, None, :]
+        self._tables[row][(place >= first[..., None]) & (place < (first + needed)[..., None])] = pages
+        self._lengths[row] = end
+        self._starts[row] = begin[:, 0]
+        self._ready[row] = False
         return row
 
     def fork(self, row: int) -> int:
@@ -122,6 +135,7 @@ class PagePool:
         held = self._tables[row][self._tables[row] >= 0]
         self._refs[held] += 1
         self._forked.update((row, copy))
+        self._ready[[row, copy]] = False
         return copy
 
     def close(self, row: int) -> None:
@@ -137,14 +151,16 @@ class PagePool:
     def reserve_slot(self, rows: NDArray[np.int64]) -> None:
         """Make room for one more token in every head of `rows`: new pages at page ends, copies of shared last pages.
 
-        Raises `OutOfPages` with nothing changed. Lengths stay as they are until `advance`.
+        Raises `OutOfPages` with nothing changed. Lengths stay as they are until `advance`; until then, asking again is
+        free.
         """
-        lengths = self._lengths[rows]
-        at_end = (lengths % self.slots[None, :, None] == 0) & self._head_mask[None]
-        # A page can already stand there when an earlier step reserved and was then not run.
-        index = lengths // self.slots[None, :, None]
-        current = np.take_along_axis(self._tables[rows], index[..., None].astype(np.int64), 3)[..., 0]
-        missing = np.argwhere(at_end & (current < 0))
+        rows = rows[~self._ready[rows]]
+        if not len(rows):
+            return
+        row = rows[:, None, None]
+        index = self._lengths[rows] // self.slots[:, None]
+        current = self._tables[row, self._layer, self._head, index]
+        missing = np.argwhere((current < 0) & self._head_mask)
         shared = self._shared_last_pages(rows, current)
         pages = self._take(len(missing) + len(shared))
         for (b, layer, head), page in zip(shared, pages[len(missing) :], strict=True):
@@ -154,6 +170,7 @@ class PagePool:
             self._refs[old] -= 1
         batch, layers, heads = missing.T
         self._tables[rows[batch], layers, heads, index[batch, layers, heads]] = pages[: len(missing)]
+        self._ready[rows] = True
 
     def _shared_last_pages(
         self, rows: NDArray[np.int64], current: NDArray[np.int32]
@@ -174,23 +191,24 @@ class PagePool:
 
     def advance(self, rows: NDArray[np.int64]) -> None:
         """Count the token just appended, and drop pages that fell out of a windowed layer's sight."""
-        self._lengths[rows] += self._head_mask[None].astype(np.int32)
-        if not len(self._windowed):
-            return
-        self.see_window(rows)
+        self._lengths[rows] += self._head_mask
+        self._ready[rows] = False
+        if len(self._windowed):
+            self.see_window(rows)
 
     def see_window(self, rows: NDArray[np.int64]) -> None:
         """Set `starts` of windowed layers for the next token, and free pages wholly before them."""
-        for layer in self._windowed.tolist():
-            # The next token lands at slot `length` and sees window-1 slots before it.
-            first = np.maximum(0, self._lengths[rows, layer, 0] - self._windows[layer] + 1)
-            self._starts[rows, layer] = first
-            for row, before in zip(rows.tolist(), (first // self.slots[layer]).tolist(), strict=True):
-                gone = self._tables[row, layer, :, :before]
-                held = gone[gone >= 0]
-                if len(held):
-                    self._release(held)
-                    gone[...] = _NO_PAGE
+        layers, slots = self._windowed, self.slots[self._windowed]
+        at = rows[:, None], layers
+        old = self._starts[at]
+        # The next token lands at slot `length` and sees window-1 slots before it.
+        new = np.maximum(old, self._lengths[rows[:, None], layers, 0] - self._windows[layers] + 1)
+        self._starts[at] = new
+        before, after = old // slots, new // slots
+        for b, i in np.argwhere(after > before).tolist():
+            gone = self._tables[rows[b], layers[i], :, before[b, i] : after[b, i]]
+            self._release(gone[gone >= 0])
+            gone[...] = _NO_PAGE
 
     def pages(self, row: int, layer: int) -> Tensor:
         """Page table int32 [Hk, P] of one layer of a row."""
@@ -218,7 +236,8 @@ class PagePool:
                 f"free row {row} holds pages"
             )
         first = self._starts[:, :, None] // self.slots[None, :, None]
-        last = -(-self._lengths // self.slots[None, :, None])
+        seen = self._lengths > self._starts[:, :, None]
+        last = np.where(seen, -(-self._lengths // self.slots[None, :, None]), 0)
         place = np.arange(self._tables.shape[3])
         inside = (place >= first[..., None]) & (place < last[..., None]) & self._head_mask[None, :, :, None]
         assert (self._tables[inside] >= 0).all(), "a visible slot has no page"

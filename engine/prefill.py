@@ -6,6 +6,7 @@ prompts (`schedule.plan_prefill`), so a short prompt never waits for a long one 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.errors import ContextOverflow
+from engine.errors import ContextOverflow, GenerationFailed
 from engine.model import Model
 from engine.request import GenerationRequest, TokenLogprob
 from engine.sampler import Sampled, SampleRow, SamplingError, sample, token_logprob
@@ -23,6 +24,14 @@ from engine.survivors import LayerSurvivors, query_window, select_survivors
 from engine.workspace import PrefillPort, StepAbandoned, Workspace
 from policies import get_policy
 from policies.policy import Needs
+
+_log = logging.getLogger("kvtide.engine")
+
+# Attention of a prompt is computed in pieces that end at multiples of so many tokens (and at the prompt's end), and so
+# do its chunks: its KV has the same bits whatever the chunks are and whoever shares its steps, given the same cached
+# beginning. After another beginning the first piece is another product, and rounds differently (measured: torch's flash
+# attention, fp32 and bf16).
+_PIECE_TOKENS = 256
 
 
 @dataclass
@@ -61,6 +70,17 @@ class PrefillDone:
     def pack(self, buffer: Tensor) -> None:
         """Write the snapshot into `buffer` (uint8 [layout.nbytes])."""
         pack_prompt(self.layout, buffer, self.job.workspace, self.survivors)
+
+
+@dataclass(frozen=True)
+class PrefillFailed:
+    """A prompt that was computed, but not selected from or sampled; nothing of it is left in the engine."""
+
+    job: PrefillJob
+    error: GenerationFailed
+
+
+PrefillResult = PrefillDone | PrefillFailed
 
 
 class PrefillEngine:
@@ -125,13 +145,24 @@ class PrefillEngine:
         """Tokens still to compute: the load that a router weighs."""
         return sum(job.remaining for job in list(self._running))
 
-    def step(self) -> list[PrefillDone]:
-        """Run one batch of chunks; → the prompts it finished. Returns at once when there is nothing to do."""
+    def check(self) -> None:
+        """AssertionError unless all jobs are in order and unfinished. For the thread that calls `step`."""
+        with self._lock:
+            running = list(self._running)
+        orders = [job.order for job in running]
+        assert orders == sorted(set(orders)), "prompts out of order"
+        for job in running:
+            assert job.cached <= job.workspace.filled < job.workspace.tokens, (
+                f"{job.key} is done, and still here"
+            )
+
+    def step(self) -> list[PrefillResult]:
+        """Run one batch of chunks; → the prompts that ended with it. Returns at once when there is nothing to do."""
         with self._lock:
             self._running = [job for job in self._running if job.key not in self._aborted]
             self._aborted.clear()
             jobs = {job.order: job for job in self._running}
-        needs = [PrefillNeed(job.order, job.remaining) for job in jobs.values()]
+        needs = [PrefillNeed(job.order, job.remaining, job.workspace.filled) for job in jobs.values()]
         plan = plan_prefill(needs, self.chunk_tokens, self.piece_tokens)
         if not plan:
             return []
@@ -141,10 +172,10 @@ class PrefillEngine:
         except StepAbandoned:
             return []  # the next step drops its jobs
         ended = [job for job, _ in runs if job.remaining == 0]
-        finished = [self._finish(job, row) for job, row in zip(ended, logits, strict=True)]
+        results = [self._result(job, row) for job, row in zip(ended, logits, strict=True)]
         with self._lock:
             self._running = [job for job in self._running if job.remaining]
-        return finished
+        return results
 
     def _forward(self, runs: Sequence[tuple[PrefillJob, int]]) -> list[Tensor]:
         """Compute the runs; → last-token logits [1, vocab] of each run that ends its prompt, in order."""
@@ -189,6 +220,14 @@ class PrefillEngine:
         for row, token in zip(logits, following, strict=False):
             job.prompt_logprobs.append(token_logprob(row.float().numpy(), token, top))
 
+    def _result(self, job: PrefillJob, logits: Tensor) -> PrefillResult:
+        """A policy that cannot cope with one prompt fails that prompt, and not those that share its step."""
+        try:
+            return self._finish(job, logits)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others have nothing to do with it
+            _log.exception("the prompt of %s failed", job.request.request_id)
+            return PrefillFailed(job, GenerationFailed(f"prefill failed: {type(error).__name__}: {error}"))
+
     def _finish(self, job: PrefillJob, logits: Tensor) -> PrefillDone:
         request, spec = job.request, self.model.spec
         started = time.perf_counter()
@@ -203,11 +242,9 @@ class PrefillEngine:
 
 
 def run_to_end(engine: PrefillEngine) -> Iterator[PrefillDone]:
-    """Step until nothing is left; for tests and the command line, where nothing arrives in between."""
+    """Step until nothing is left, for callers that add nothing in between. Raises a prompt's `GenerationFailed`."""
     while engine.queued:
-        yield from engine.step()
-
-
-# Attention of a prompt is computed in pieces of so many queries, counted from where its own computing began. Chunks
-# are whole numbers of pieces, so a prompt's KV has the same bits whoever shares its steps.
-_PIECE_TOKENS = 256
+        for result in engine.step():
+            if isinstance(result, PrefillFailed):
+                raise result.error
+            yield result

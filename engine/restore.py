@@ -15,15 +15,29 @@ from kernels import ops
 
 
 def restore(pool: PagePool, layout: SnapshotLayout, buffer: Tensor) -> int:
-    """Open a row and fill it from a packed snapshot. Raises `OutOfPages` with nothing changed."""
-    row = pool.open(layout.meta.counts)
-    for index, spec in enumerate(pool.spec.layers):
-        pages = pool.pages(row, index)
-        for head in range(spec.kv_heads):
-            k, v = layout.head(buffer, index, head)
-            if len(k):
-                ops.scatter(pool.memory, pool.layouts[index], pages[head], k, v)
-    pool.see_window(np.array([row]))
+    """Open a row and fill it from a packed snapshot. Raises `OutOfPages` with nothing changed.
+
+    A windowed layer's slot is its token's position, so that attention over it is cut into the same splits, and gives
+    the same bits, however often the sequence moves.
+    """
+    windowed = np.array([layer.window is not None for layer in pool.spec.layers])
+    row = pool.open(layout.meta.counts, np.where(windowed, layout.meta.firsts, 0))
+    try:
+        starts = pool.first_slots(row)
+        for index in range(len(pool.spec.layers)):
+            pages, memory, pool_layout = pool.pages(row, index), pool.memory, pool.layouts[index]
+            start = int(starts[index])
+            if layout.even(index):
+                k, v = layout.layer(buffer, index)
+                ops.scatter_heads(memory, pool_layout, pages, k, v, start)
+                continue
+            for head in range(len(pages)):
+                k, v = layout.head(buffer, index, head)
+                ops.scatter(memory, pool_layout, pages[head], k, v, start)
+        pool.see_window(np.array([row]))
+    except BaseException:
+        pool.close(row)
+        raise
     return row
 
 
@@ -40,13 +54,16 @@ def take_snapshot(
     layout = SnapshotLayout(pool.spec, grown_meta(meta, kept, *grown, tokens))
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.write_metadata(buffer)
-    for index, spec in enumerate(pool.spec.layers):
-        pages = pool.pages(row, index)
-        for head in range(spec.kv_heads):
+    for index in range(len(pool.spec.layers)):
+        pages, memory, pool_layout = pool.pages(row, index), pool.memory, pool.layouts[index]
+        start = int(starts[index])
+        if layout.even(index):
+            k, v = layout.layer(buffer, index)
+            ops.gather_heads(memory, pool_layout, pages, start, int(counts[index, 0]), k, v)
+            continue
+        for head in range(len(pages)):
             k, v = layout.head(buffer, index, head)
-            if len(k):
-                start, stop = int(starts[index]), int(counts[index, head])
-                ops.gather(pool.memory, pool.layouts[index], pages[head], start, stop, k, v)
+            ops.gather(memory, pool_layout, pages[head], start, int(counts[index, head]), k, v)
     return layout, buffer
 
 

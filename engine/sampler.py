@@ -108,10 +108,7 @@ def token_logprob(raw: Floats, token_id: int, top: int) -> TokenLogprob:
     logprobs = torch.log_softmax(torch.from_numpy(raw), dim=0).numpy()
     best: tuple[tuple[int, float], ...] = ()
     if top > 0:
-        floor = np.partition(raw, max(raw.size - top, 0))[max(raw.size - top, 0)]
-        contenders = np.flatnonzero(raw >= floor)
-        ids = contenders[_descending(raw[contenders])][:top]
-        best = tuple((int(i), float(logprobs[i])) for i in ids if np.isfinite(raw[i]))
+        best = tuple((int(i), float(logprobs[i])) for i in _largest(raw, top) if np.isfinite(raw[i]))
     return TokenLogprob(token_id, float(logprobs[token_id]), best)
 
 
@@ -201,9 +198,7 @@ def _adjusted(raw: Floats, row: SampleRow, end_tokens: frozenset[int]) -> Floats
 
 def _draw(scores: Floats, params: SamplingParams, point: float) -> int:
     """The token at `point` of the cumulative distribution over scores[V], likeliest first, in float64."""
-    order = _descending(scores)
-    if params.top_k > 0:
-        order = order[: params.top_k]
+    order = _largest(scores, params.top_k) if params.top_k > 0 else _descending(scores)
     ranked = scores[order].astype(np.float64)
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends the others to exp(-inf) = 0
         weights = np.exp((ranked - ranked[0]) / params.temperature)
@@ -215,6 +210,15 @@ def _draw(scores: Floats, params: SamplingParams, point: float) -> int:
         kept = min(kept, int(np.count_nonzero(weights >= params.min_p)))
     # `point` is at most 1 - 2**-53, so the product stays below the last sum and no weightless token is found.
     return int(order[np.searchsorted(cumulative[:kept], point * cumulative[kept - 1], side="right")])
+
+
+def _largest(scores: Floats, count: int) -> npt.NDArray[np.int64]:
+    """The first `count` of `_descending(scores)`, without sorting the others."""
+    if count >= scores.size:
+        return _descending(scores)
+    floor = np.partition(scores, scores.size - count)[scores.size - count]
+    contenders = np.flatnonzero(scores >= floor)  # ties with the last one, too: the lower positions win
+    return contenders[_descending(scores[contenders])][:count]
 
 
 def _descending(scores: Floats) -> npt.NDArray[np.int64]:

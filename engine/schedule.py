@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PrefillNeed:
-    """A running prefill as the planner sees it: `remaining` tokens; lower `order` came first."""
+    """A running prefill as the planner sees it: `remaining` tokens from position `start`; lower `order` came first."""
 
     order: int
     remaining: int
+    start: int = 0
 
 
 def plan_prefill(needs: Sequence[PrefillNeed], budget: int, quantum: int = 1) -> dict[int, int]:
     """Tokens per `order` for the next step, at most `budget` in all, nobody twice.
 
-    A prompt that is not finished by the step gets a multiple of `quantum` (at most half of the budget, or 1).
+    The one with the fewest remaining tokens chooses first, up to half of the budget (rounded up), so that a short
+    prompt is not stuck behind a long one. The rest, and so at least the other half, goes to the oldest, so that nothing
+    starves, and what that one leaves to the next in age.
 
-    Half of the budget goes to the oldest, so that nothing starves; the other half to the shortest remaining, so that a
-    short prompt is not stuck behind a long one. What neither can use goes to the rest, oldest first.
+    A prompt that is not finished by the step stops at a position that is a multiple of `quantum` (at most half of the
+    budget, or 1), so its next chunk starts there.
     """
     plan: dict[int, int] = {}
     left = budget
@@ -34,7 +37,7 @@ def plan_prefill(needs: Sequence[PrefillNeed], budget: int, quantum: int = 1) ->
         wanted = need.remaining - plan.get(need.order, 0)
         tokens = min(most, wanted, left)
         if tokens < wanted:
-            tokens -= tokens % quantum
+            tokens -= (need.start + plan.get(need.order, 0) + tokens) % quantum
         if tokens > 0:
             plan[need.order] = plan.get(need.order, 0) + tokens
             left -= tokens
@@ -55,8 +58,8 @@ class Waiting:
     headroom: int
 
 
-def admit(waiting: Sequence[Waiting], free_pages: int, free_rows: int, running: int) -> int:
-    """How many of `waiting`, in order, may join now.
+def admit(waiting: Iterable[Waiting], free_pages: int, free_rows: int, running: int) -> int:
+    """How many of `waiting`, in order, may join now; nothing is read behind the first that may not.
 
     Each must leave its headroom free, or the next step would preempt it again; when nothing runs, the first needs only
     its own pages, or it could never start.

@@ -15,8 +15,8 @@ class Workspace:
     """Keys and values [Hk, N, D] per layer, and the last `window` post-RoPE queries [Hq, W, D] where a scorer asked.
 
     Owned by one prefill job; released when both the ticket and the spill that read it are done (by dropping it).
-    `filled` counts leading tokens whose KV is complete in every layer. Attention runs in pieces of `piece_tokens`
-    queries, whatever the chunks are: a piece's bits depend on where it starts and ends, and on nothing else.
+    `filled` counts leading tokens whose KV is complete in every layer. Attention runs in pieces that end at
+    multiples of `piece_tokens`: beside what it reads, a piece's bits depend on where it starts and ends, no more.
     """
 
     def __init__(self, spec: ModelSpec, tokens: int, query_window: int, piece_tokens: int = 256) -> None:
@@ -55,12 +55,14 @@ class Workspace:
             begin = max(start, first)
             kept[:, begin - first : stop - first].copy_(query[:, begin - start :])
         out = torch.empty_like(query)
-        for begin in range(start, stop, self.piece_tokens):
-            end = min(stop, begin + self.piece_tokens)
+        begin = start
+        while begin < stop:
+            end = min(stop, begin - begin % self.piece_tokens + self.piece_tokens)
             cut = slice(begin - start, end - start)
             out[:, cut] = causal_attention(
                 call, query[:, cut].contiguous(), keys[:, :end], values[:, :end], begin
             )
+            begin = end
         return out
 
 
@@ -84,6 +86,9 @@ class PrefillPort:
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._abandoned():
             raise StepAbandoned
+        if len(self._runs) == 1:
+            workspace, start, _ = self._runs[0]
+            return workspace.attend(call, query, key, value, start).transpose(0, 1)
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         offset = 0
         for workspace, start, count in self._runs:

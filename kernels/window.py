@@ -21,7 +21,6 @@ def window_scores(
     scale: float,
     *,
     softcap: float = 0.0,
-    sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     group_reduce: GroupReduce = "mean",
 ) -> torch.Tensor:
@@ -29,19 +28,18 @@ def window_scores(
 
     q: [Hq, W, D], post-RoPE queries of positions N-W ... N-1; k: [Hk, N, D], post-RoPE keys; any float dtype.
     Query head h reads kv head h // (Hq / Hk). Logits are q·k * scale, then softcap * tanh(logits / softcap)
-    where `softcap` > 0. A query at position i sees keys j <= i, and only i - j < `sliding_window` if that is
-    given. `sinks` [Hq] are logits that join the softmax denominator only (gpt-oss).
+    where `softcap` > 0. A query at position i sees keys j <= i: sliding-window layers keep their window and are never
+    scored. `sinks` [Hq] are logits that join the softmax denominator only (gpt-oss).
 
     Returns float32 [Hk, N], averaged over the window and the query heads of each kv head, or [Hq, N],
-    averaged over the window, with `group_reduce` "none". All arithmetic is float32 whatever the inputs are:
+    averaged over the window, with `group_reduce` "none" (for methods that take a group's maximum, as Scissorhands
+    does, or pool before they reduce). All arithmetic is float32 whatever the inputs are:
     bf16 logits would tie most keys. Scratch memory does not grow with W or the number of heads. Launches
     tensor operations only, no host synchronisation. Raises ValueError on shapes that do not fit together.
     """
     _check_shapes(q, k, sinks)
     if group_reduce not in ("mean", "none"):
         raise ValueError(f"group_reduce {group_reduce!r} is not one of: mean, none")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"a sliding window of {sliding_window} sees nothing")
     query_heads, window, dim = q.shape
     kv_heads, n, _ = k.shape
     group = query_heads // kv_heads
@@ -68,7 +66,7 @@ def window_scores(
             torch.mm(scaled[unit, part], keys.t(), out=logits)
             if softcap:
                 logits.tanh_().mul_(softcap)
-            _hide_unseen(logits, query_positions[part], positions, window, sliding_window)
+            _hide_future(logits, query_positions[part], positions[n - window :])
             torch.softmax(logits, dim=-1, out=mass)
             if row_sinks is not None:
                 mass *= torch.sigmoid(logits.logsumexp(-1) - row_sinks[unit, part]).unsqueeze(-1)
@@ -76,20 +74,10 @@ def window_scores(
     return out.div_(rows)
 
 
-def _hide_unseen(
-    logits: torch.Tensor,
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    window: int,
-    sliding_window: int | None,
-) -> None:
-    """Fill -inf where a row of `logits` [rows, N] must not see a key: the future, and what slid out."""
-    n = logits.shape[1]
-    reach = n if sliding_window is None else sliding_window
-    first = n - window if reach >= n else 0  # only the last W keys can lie in the future
-    distance = query_positions.unsqueeze(1) - key_positions[first:]
-    unseen = (distance < 0) | (distance >= reach)
-    logits[:, first:].masked_fill_(unseen, float("-inf"))
+def _hide_future(logits: torch.Tensor, query_positions: torch.Tensor, last_positions: torch.Tensor) -> None:
+    """Fill -inf where a row of `logits` [rows, N] must not see a key; only the last W keys can lie in its future."""
+    future = query_positions.unsqueeze(1) < last_positions
+    logits[:, logits.shape[1] - len(last_positions) :].masked_fill_(future, float("-inf"))
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> None:

@@ -32,7 +32,7 @@ class LayerView:
 
     index: layer number in the model; keys, values: [Hk, N, D], keys after RoPE, any float dtype;
     queries: [Hq, W', D] after RoPE, of the last W' tokens, W' as `Policy.queries_wanted(N)` says, None where
-    that is 0; scale, softcap (0.0 for none), sliding_window and sinks ([Hq], in the softmax denominator only)
+    that is 0; scale, softcap (0.0 for none) and sinks ([Hq], in the softmax denominator only)
     as in the layer's attention. The tensors belong to the caller and are only read.
     """
 
@@ -42,7 +42,6 @@ class LayerView:
     queries: torch.Tensor | None
     scale: float
     softcap: float = 0.0
-    sliding_window: int | None = None
     sinks: torch.Tensor | None = None
 
     @property

@@ -27,7 +27,6 @@ class SnapKV(Policy):
             layer.keys,
             layer.scale,
             softcap=layer.softcap,
-            sliding_window=layer.sliding_window,
             sinks=layer.sinks,
         )
         # The window's own mass must not leak into its neighbours: they would win by position alone.

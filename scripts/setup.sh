@@ -23,12 +23,20 @@ find_python() {
     die "no Python 3.11 or newer found; install one, or name it: make setup PYTHON=/path/to/python3.11"
 }
 
-# Debian packages: a compiler for the CPU kernels, Redis for its tier and its tests, fio for the disk benchmark.
+# A compiler for the CPU kernels, Redis for its tier and its tests, fio for the disk benchmark, curl for the command
+# that `make serve` prints. Each Debian package has the name of its command.
+TOOLS=(g++ redis-server fio curl)
+
+missing_tools() {
+    local tool
+    for tool in "${TOOLS[@]}"; do
+        command -v "$tool" >/dev/null || echo "$tool"
+    done
+}
+
 install_system_needs() {
     local missing=() sudo=()
-    command -v g++ >/dev/null || missing+=(g++)
-    command -v redis-server >/dev/null || missing+=(redis-server)
-    command -v fio >/dev/null || missing+=(fio)
+    mapfile -t missing < <(missing_tools)
     [[ ! -x $VENV/bin/python ]] && ! "$1" -c 'import ensurepip' 2>/dev/null && missing+=(python3-venv)
     ((${#missing[@]})) || return 0
     if ! command -v apt-get >/dev/null; then
@@ -50,10 +58,17 @@ install_system_needs() {
         say "apt-get could not install ${missing[*]}; going on without"
 }
 
+# As constraints.txt writes it, whatever the build: torch==2.x.y. Any other version must be replaced here, or the
+# installation of kvtide would do it, from PyPI.
+installed_torch() {
+    "$VENV/bin/python" -c 'from importlib.metadata import version as v; print("torch==" + v("torch").split("+")[0])' \
+        2>/dev/null || true
+}
+
 # Without an NVIDIA GPU, PyPI's Linux build of torch would bring gigabytes of CUDA libraries.
 install_torch() {
     local index=()
-    if "$VENV/bin/python" -c 'import torch' 2>/dev/null; then return; fi
+    if [[ $(installed_torch) == "$TORCH" ]]; then return; fi
     if [[ $(uname -s) == Linux ]] && ! nvidia-smi >/dev/null 2>&1 && ! plain_torch_is_for_cpu; then
         index=(--index-url "$CPU_INDEX")
     fi
@@ -78,9 +93,7 @@ is_done() { [[ -f $STAMP && $(<"$STAMP") == "$wanted" ]]; }
 main() {
     local python
     wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
-    if is_done && command -v g++ >/dev/null && command -v redis-server >/dev/null && command -v fio >/dev/null; then
-        exit 0
-    fi
+    if is_done && [[ -z $(missing_tools) ]]; then exit 0; fi
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     python=$(find_python)
     install_system_needs "$python"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -37,11 +38,17 @@ class Service:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "deployments.cli", "serve", "--port", str(self.port), *options]
+        # As a user starts it, with Ray's token authentication, but not with the user's own token.
+        token = log.with_name("ray_token")
+        token.write_text(secrets.token_hex(32))
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+        environment["RAY_AUTH_TOKEN_PATH"] = str(token)
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                env=environment,
                 cwd=Path(__file__).parents[1],
                 start_new_session=True,
             )
@@ -76,6 +83,16 @@ class Service:
             found = re.fullmatch(r'kvtide_(\w+)\{source="[^"]*"\} (\S+)', line)
             if found:
                 sums[found.group(1)] = sums.get(found.group(1), 0.0) + float(found.group(2))
+        return sums
+
+    def outcomes(self) -> dict[str, float]:
+        """Requests so far by how they ended."""
+        found = re.findall(
+            r'kvtide_requests_total\{.*outcome="(\w+)"\} (\S+)', self.client.get("/metrics").text
+        )
+        sums: dict[str, float] = {}
+        for outcome, count in found:
+            sums[outcome] = sums.get(outcome, 0.0) + float(count)
         return sums
 
     def wait_idle(self, limit_s: float) -> dict[str, float]:

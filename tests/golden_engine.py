@@ -19,7 +19,7 @@ from engine.decode import decode_step
 from engine.local import LocalEngine
 from engine.model import Model, load_model
 from engine.pool import PagePool
-from engine.prefill import PrefillDone, PrefillEngine
+from engine.prefill import PrefillDone, PrefillEngine, PrefillResult
 from engine.prefix import PrefixCache
 from engine.request import GenerationRequest, SamplingParams
 from engine.restore import restore
@@ -105,11 +105,12 @@ class ObservedPrefill(PrefillEngine):
         super().__init__(model)
         self._observe = observe
 
-    def step(self) -> list[PrefillDone]:
-        done = super().step()
-        for prompt_done in done:
-            self._observe(prompt_done)
-        return done
+    def step(self) -> list[PrefillResult]:
+        results = super().step()
+        for result in results:
+            if isinstance(result, PrefillDone):
+                self._observe(result)
+        return results
 
 
 def local_engine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import pickle
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -116,12 +117,12 @@ class Direct:
         self.before: Callable[[GenerationRequest], Awaitable[None]] | None = None
         self.after: Callable[[GenerationRequest, PrefillReply], Awaitable[None]] | None = None
 
-    async def prefill(self, request: GenerationRequest) -> PrefillReply:
+    async def prefill(self, request: GenerationRequest, *, stage: bool) -> PrefillReply:
         assert self.service is not None
         self.asked.append(request)
         if self.before is not None:
             await self.before(request)
-        reply = await self.service.prefill(request)
+        reply = pickle.loads(pickle.dumps(await self.service.prefill(request, stage=stage)))
         self.replies.append(reply)
         if self.after is not None:
             await self.after(request, reply)
@@ -213,6 +214,7 @@ class Stand:
             "landing_bytes": other["landing_bytes"],
             "pulls_running": other["pulls_running"],
             "kept_tokens": other["kept_tokens"],
+            "snapshot_bytes_waiting": other["snapshot_bytes_waiting"],
             "decode_busy": float(not decode.engine.idle),
             "quarantined": decode.endpoint.quarantined_bytes,
         }
@@ -250,23 +252,26 @@ async def stand(
     ticket_ttl_s: float = 30.0,
     attempts: int = 3,
     chunk_tokens: int = 64,
+    waiting_bytes: int = 8 << 20,
+    by_reply: bool = False,
 ) -> AsyncIterator[Stand]:
     """Services that must be at rest again when the body is over; closing them must leave no task behind."""
     before = asyncio.all_tasks()
     fabric = LocalFabric()
-    source: TransferEndpoint = LocalEndpoint("prefill", staging, fabric=fabric)
+    # By reply, the two are as out of each other's reach as two processes.
+    source: TransferEndpoint = LocalEndpoint("prefill", staging, fabric=LocalFabric() if by_reply else fabric)
     target: TransferEndpoint = LocalEndpoint("decode", landing, fabric=fabric)
     source = FaultyEndpoint(source, prefill_faults) if prefill_faults else source
     target = FaultyEndpoint(target, decode_faults) if decode_faults else target
     client = Direct()
     prefill = PrefillService(
         PrefillEngine(model(), chunk_tokens=chunk_tokens), source, prefix, threads=1, max_queued=max_queued,
-        workspace_bytes=workspace_bytes, ticket_ttl_s=ticket_ttl_s,
+        workspace_bytes=workspace_bytes, ticket_ttl_s=ticket_ttl_s, by_reply=by_reply,
     )  # fmt: skip
     client.service = prefill
     decode = DecodeService(
         DecodeEngine(model(), PagePool(model().spec, pages, rows, CONTEXT)), pieces(), target, client, threads=1,
-        max_requests=max_requests, attempts=attempts,
+        max_requests=max_requests, attempts=attempts, waiting_bytes=waiting_bytes,
     )  # fmt: skip
     made = Stand(prefill, decode, client)
     try:
@@ -292,3 +297,22 @@ def slow_steps(engine: Any, pause: threading.Event, step_s: float = 0.0) -> None
         return step()
 
     engine.step = slow
+
+
+async def hold(s: Stand, how: str) -> Callable[[], None]:
+    """Make requests stay at the place; → lets go again."""
+    gate = threading.Event()
+    if how == "prefill":
+        slow_steps(s.prefill.engine, gate)
+        s.prefill._loop._step = s.prefill.engine.step
+        return gate.set
+    if how == "landing":
+        lease = s.decode.endpoint.reserve(s.decode.endpoint.capacity - 4096)
+        assert lease is not None
+        return lease.release
+    if how == "pages":
+        engine = s.decode.engine
+        admit, engine._admit = engine._admit, lambda: None
+        return lambda: setattr(engine, "_admit", admit)
+    gate.set()
+    return gate.set

@@ -8,6 +8,8 @@ import logging
 
 import pytest
 from api_stub import MODEL, StubBackend, application, chat, client, complete, fail, make_card, post
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from deployments.api.backend import Readiness
@@ -147,11 +149,11 @@ async def test_metrics_count_tokens_bytes_and_outcomes() -> None:
     await complete(app)
     text = await metrics_of(app)
     for line in (
-        "kvtide_prompt_tokens_total 3.0",
-        "kvtide_generated_tokens_total 4.0",
-        "kvtide_cached_tokens_total 2.0",
-        "kvtide_kept_tokens_total 3.0",
-        "kvtide_shipped_bytes_total 128.0",
+        "kvtide_request_prompt_tokens_total 3.0",
+        "kvtide_request_generated_tokens_total 4.0",
+        "kvtide_request_cached_tokens_total 2.0",
+        "kvtide_request_kept_tokens_total 3.0",
+        "kvtide_request_shipped_bytes_total 128.0",
         'kvtide_requests_total{endpoint="completions",outcome="ok"} 1.0',
         'kvtide_requests_total{endpoint="completions",outcome="invalid"} 1.0',
         'kvtide_requests_total{endpoint="completions",outcome="overloaded"} 1.0',
@@ -169,6 +171,30 @@ async def test_a_mid_stream_failure_counts_as_failed() -> None:
     assert 'kvtide_requests_total{endpoint="chat",outcome="failed"} 1.0' in await metrics_of(app)
 
 
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = application(StubBackend())
+    arriving = [
+        {"type": "http.request", "body": b'{"model": "ti', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent = []
+
+    async def receive() -> dict[str, object]:
+        return arriving.pop(0)
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    assert sent == [], "nobody is there to read an answer"
+    text = await metrics_of(app)
+    assert 'kvtide_requests_total{endpoint="completions",outcome="disconnected"} 1.0' in text
+    assert 'outcome="failed"' not in text and not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
 async def test_gauges_of_replicas_are_rendered_per_source_and_vanish_with_it() -> None:
     backend = StubBackend(gauges={"decode-0": {"running": 2, "pages_used": 10}, "decode-1": {"running": 0}})
     app = application(backend)
@@ -183,6 +209,18 @@ async def test_gauges_of_replicas_are_rendered_per_source_and_vanish_with_it() -
     text = await metrics_of(app)
     assert "decode-1" not in text, "old gauges would lie"
     assert "kvtide_stats_failures_total 1.0" in text
+
+
+async def test_what_replicas_report_never_shares_a_name_with_what_we_count() -> None:
+    metrics = ApiMetrics()
+    metrics.replicas.report = {
+        "Decode:a": dict.fromkeys(("kept_tokens", "shipped_bytes", "generated_tokens"), 1.0)
+    }
+    strict = generate_latest(
+        metrics.registry
+    ).decode()  # OpenMetrics: a counter's name goes without its _total
+    names = [family.name for family in text_string_to_metric_families(strict)]
+    assert len(set(names)) == len(names) and "kvtide_kept_tokens" in names
 
 
 async def test_applications_do_not_share_metrics() -> None:

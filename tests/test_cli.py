@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from ray.serve.schema import ServeDeploySchema
 from service_stand import network, tokenizer
 
 from deployments.cli import main
 from deployments.config import AppArgs
 from deployments.launch import _greeting, serve_config
-from deployments.proxy import own_ports, proxy_binary
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,20 +60,20 @@ def test_a_closed_output_ends_quietly():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["serv"], ["generate"], ["serve", "--port", "0"], ["serve", "--port", "x"]]
+    "arguments",
+    [
+        [],
+        ["serv"],
+        ["generate"],
+        ["serve", "--port", "0"],
+        ["serve", "--port", "x"],
+        ["serve", "--host", "::1"],
+    ],
 )
 def test_a_wrong_command_line_ends_with_usage(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2 and "usage: kvtide" in capsys.readouterr().err
-
-
-def test_a_wrong_port_in_the_environment_is_said_not_thrown(monkeypatch, capsys):
-    monkeypatch.setenv("KVTIDE_PORT", "eight")
-    with pytest.raises(SystemExit):
-        main(["serve"])
-    assert "--port" in capsys.readouterr().err
-    assert main(["config"]) == 0
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
@@ -106,6 +105,26 @@ def test_generate_refuses_a_prompt_that_cannot_be_answered(folder, prompt, part,
     assert part in capsys.readouterr().err
 
 
+def test_generate_keeps_to_the_context_and_the_threads_it_is_given(folder, capsys):
+    words = [f"model={folder}", "pool_gib=0.01"]
+    assert main(["generate", "--prompt", "a" * 40, *words, "max_context=32"]) == 1
+    assert "40 tokens, the context 32" in capsys.readouterr().err
+    before = torch.get_num_threads()
+    try:
+        assert main(["generate", "--prompt", "a" * 40, "--max-tokens", "1", *words, "threads=1"]) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve", "--port", "1"]])
+def test_a_context_beyond_the_models_own_is_refused(folder, command, capsys, monkeypatch):
+    monkeypatch.setattr("deployments.launch.is_free", lambda host, port: True)
+    assert main([*command, f"model={folder}", "max_context=100000"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvtide: max_context: 100000 ") and "2048" in said
+
+
 def test_fetch_prints_the_folder(folder, capsys):
     assert main(["fetch", f"model={folder}"]) == 0
     assert Path(capsys.readouterr().out.strip()) == folder
@@ -129,23 +148,3 @@ def test_the_greeting_can_be_pasted_into_a_shell():
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
     assert "hunter2" not in line and any(word.startswith("Authorization") for word in words)
-
-
-def test_haproxy_runs_without_splice_and_every_service_has_ports_of_its_own(tmp_path: Path) -> None:
-    wrapper = Path(proxy_binary(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"])
-    version = subprocess.run([wrapper, "-v"], capture_output=True, text=True, check=True).stdout
-    assert "HAProxy" in version and " -dS " in wrapper.read_text()
-    ports = own_ports()
-    assert len(set(ports.values())) == len(ports)
-    assert int(ports["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"]) > int(
-        ports["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"]
-    )
-
-
-def test_a_port_in_use_is_said_to_be_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) == 1
-    assert f"port {port} is in use" in capsys.readouterr().err

@@ -162,6 +162,20 @@ def test_the_served_name_follows_the_model(model, name):
     assert AppArgs(model=model).name == name
 
 
+def test_a_hugging_face_id_is_a_second_name() -> None:
+    assert AppArgs(model="org/Name-1B").names == ("Name-1B", "org/Name-1B")
+    assert AppArgs(model="org/Name-1B", served_name="mine").names == ("mine", "org/Name-1B")
+    for model in ("demo", "/x/folder/", "./x", "~/x.gguf"):
+        assert AppArgs(model=model).names == (AppArgs(model=model).name,)
+
+
+def test_the_context_is_the_models_own_or_less() -> None:
+    assert AppArgs().context_length(2048) == 2048
+    assert AppArgs(max_context=1024).context_length(2048) == 1024
+    with pytest.raises(ValueError, match=r"max_context: 4096 .* 2048"):
+        AppArgs(max_context=4096).context_length(2048)
+
+
 def test_a_request_never_asks_for_more_choices_than_are_decoded_together():
     assert AppArgs(max_sequences=4).api_settings().max_n == 4
     assert AppArgs(max_n=3, max_sequences=4).api_settings().max_n == 3

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import one_thread  # noqa: F401
 from torch import Tensor
 
-from engine.attention import AttentionCall, causal_attention
+from engine.attention import AttentionCall, causal_attention, kvtide_attention
+from engine.errors import UnsupportedModel
 
 # Largest error over the largest value; bf16 rounds weights and results to 8 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -162,3 +164,38 @@ def test_what_lies_behind_the_last_key_is_never_read():
     key[:, :29], value[:, :29] = case.key, case.value
     found = causal_attention(case.call, case.query, key[:, :29], value[:, :29], 20)
     assert torch.equal(found, causal_attention(*case))
+
+
+class Recorder:
+    """A port that keeps the call."""
+
+    def attend(self, call, query, key, value):
+        self.call = call
+        return query.transpose(0, 1)
+
+
+def attention_call(**keywords):
+    """What a model's layer says to our attention function."""
+    module = torch.nn.Module()
+    module.layer_idx, module.config = 3, transformers.LlamaConfig()
+    port, rows = Recorder(), torch.zeros(1, 2, 5, 16)
+    kvtide_attention(module, rows, rows, rows, None, kvtide=port, **keywords)
+    return port.call
+
+
+def test_no_scale_is_the_usual_scale():
+    assert attention_call().scale == attention_call(scaling=None).scale == 0.25
+    assert attention_call(scaling=2.0).scale == 2.0
+
+
+@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q"])
+def test_an_attention_call_with_more_than_we_compute_is_refused_by_name(name):
+    with pytest.raises(UnsupportedModel, match=name):
+        attention_call(**{name: torch.zeros(3)})
+    attention_call(**{name: None})
+
+
+def test_a_layer_that_looks_ahead_is_refused():
+    with pytest.raises(UnsupportedModel, match="bidirectional"):
+        attention_call(is_causal=False)
+    attention_call(is_causal=True, dropout=0.0, use_cache=False, position_ids=torch.arange(5))

@@ -10,6 +10,7 @@ from tiny_models import local_engine, one_thread, pieces, request, snapkv, tiny,
 import engine.batch
 from engine.batch import DecodeEngine
 from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest
+from engine.pool import PagePool
 from engine.request import FinishReason
 from engine.sequence import Choice
 
@@ -245,6 +246,51 @@ def test_a_request_that_can_never_fit_is_refused_and_one_that_just_fits_runs():
     assert len(choices[0].generated) == 40
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_what_exceeds_the_page_tables_is_refused_and_harms_nobody(family):
+    model = tiny(family).model
+    asked = [request("long", tokens_of(90), max_tokens=50), request("fits", tokens_of(90), max_tokens=7)]
+    done = tiny_models.prefill_all(model, asked)
+    decode = DecodeEngine(model, PagePool(model.spec, 2000, 4, 96))
+    add(decode, done["fits"])
+    with pytest.raises(ContextOverflow, match=r"139.*96") as refusal:
+        add(decode, done["long"])
+    assert refusal.value.field == "max_tokens"
+    while not decode.idle:
+        decode.step()
+        decode.check()
+    assert decode.use.used == 0
+
+
+def test_what_exceeds_the_context_is_refused_with_both_numbers():
+    done = tiny_models.prefill_all(MODEL, [request("a", tokens_of(1000), snapkv(20), max_tokens=25)])["a"]
+    with pytest.raises(ContextOverflow, match=r"1000 tokens and 25 .* 1024"):
+        add(DecodeEngine(MODEL, tiny_models.new_pool(MODEL)), done)
+
+
+def test_leaving_a_stream_early_and_an_error_in_it_free_everything():
+    local = local_engine(MODEL, chunk=32)
+    stream = local.stream(MIXED)
+    for _ in range(12):
+        next(stream)
+    assert local.decode.running and local.prefill.queued
+    stream.close()
+    assert local.prefill.queued == 0 and local.decode.idle and local.decode.use.used == 0
+    with pytest.raises(ContextOverflow):
+        list(local.stream([MIXED[0], request("long", tokens_of(1025))]))
+    assert local.prefill.queued == 0
+    local.decode.check()
+    assert local.generate([MIXED[1]])["b"].tokens == run([MIXED[1]])[0]["b"]
+
+
+def test_a_row_that_nobody_runs_is_found():
+    decode = DecodeEngine(MODEL, tiny_models.new_pool(MODEL))
+    decode.check()
+    tiny_models.join(decode.pool, tiny_models.prefill_all(MODEL, [request("a", tokens_of(20))])["a"])
+    with pytest.raises(AssertionError, match="held by nobody"):
+        decode.check()
+
+
 def test_more_choices_than_rows_are_refused():
     done = tiny_models.prefill_all(MODEL, [request("a", tokens_of(20), n=3, temperature=1.0)])["a"]
     with pytest.raises(InvalidRequest) as refusal:
@@ -269,7 +315,9 @@ def test_greedy_text_is_what_transformers_would_choose(family):
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
 def test_windowed_models_survive_preemption(family):
     model = tiny(family).model
-    requests = [request(str(i), tokens_of(30 + 15 * i, i), max_tokens=40) for i in range(4)]
+    # Where all layers are windowed, only prompts shorter than the window grow.
+    first, more = (2, 5) if family == "mistral" else (30, 15)
+    requests = [request(str(i), tokens_of(first + more * i, i), max_tokens=40) for i in range(4)]
     plenty = local_engine(model, pages=2000)
     tight = local_engine(model, pages=64 if family != "mistral" else 28)
     wanted = {name: done.tokens for name, done in plenty.generate(requests).items()}

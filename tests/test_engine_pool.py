@@ -33,6 +33,9 @@ class SimulatedPage:
     def __init__(self, values=()):
         self.values = list(values)
 
+    def put(self, place, value):
+        self.values[place:] = [None] * (place - len(self.values)) + [value]
+
 
 class PoolMachine(RuleBasedStateMachine):
     """Every call goes to the pool and to `self.rows`: row -> (layer, head) -> (length, {page index: page})."""
@@ -44,7 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.slots = self.pool.slots.tolist()
         self.total = pages
         self.rows = {}
-        self.lengths = {}
+        self.lengths, self.begins = {}, {}
         self.token = 0
 
     def live_pages(self):
@@ -61,31 +64,41 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def open(self, data):
         counts = np.zeros((len(HEADS), max(HEADS)), np.int32)
+        firsts = np.zeros(len(HEADS), np.int64)
         for layer, heads in enumerate(HEADS):
             window = WINDOWS[layer]
             if window is not None:
-                counts[layer, :heads] = data.draw(st.integers(1, window - 1))
+                counts[layer, :heads] = data.draw(st.integers(0, window - 1))
+                firsts[layer] = data.draw(st.integers(0, 70))
             else:
                 counts[layer, :heads] = data.draw(
                     st.lists(st.integers(1, 70), min_size=heads, max_size=heads)
                 )
-        wanted = sum(-(-int(counts[layer, head]) // self.slots[layer]) for layer, head in PLACES)
-        assert self.pool.pages_for(counts) == wanted
+        places = {
+            (layer, head): range(int(firsts[layer]), int(firsts[layer] + counts[layer, head]))
+            for layer, head in PLACES
+        }
+        wanted = sum(
+            len({slot // self.slots[layer] for slot in slots}) for (layer, _), slots in places.items()
+        )
+        straddling = sum(heads for heads, window in zip(HEADS, WINDOWS, strict=True) if window)
+        assert wanted <= self.pool.pages_for(counts) <= wanted + straddling
         if wanted > self.total - len(self.live_pages()):
-            self.refused(lambda: self.pool.open(counts))
+            self.refused(lambda: self.pool.open(counts, firsts))
             return
-        row = self.pool.open(counts)
+        row = self.pool.open(counts, firsts)
         assert row not in self.rows
-        self.rows[row], self.lengths[row] = {}, {}
+        self.rows[row], self.lengths[row], self.begins[row] = {}, {}, firsts
         for layer, head in PLACES:
             numbers = self.numbers(int(counts[layer, head]))
             k, v = vectors(numbers, SPEC.layers[layer].head_dim)
-            ops.scatter(self.pool.memory, self.pool.layouts[layer], self.pool.pages(row, layer)[head], k, v)
-            size = self.slots[layer]
-            self.rows[row][layer, head] = {
-                i // size: SimulatedPage(numbers[i : i + size]) for i in range(0, len(numbers), size)
-            }
-            self.lengths[row][layer, head] = len(numbers)
+            slots, size = places[layer, head], self.slots[layer]
+            pages = self.pool.pages(row, layer)[head]
+            ops.scatter(self.pool.memory, self.pool.layouts[layer], pages, k, v, slots.start)
+            held = self.rows[row][layer, head] = {slot // size: SimulatedPage() for slot in slots}
+            for slot, number in zip(slots, numbers, strict=True):
+                held[slot // size].put(slot % size, number)
+            self.lengths[row][layer, head] = slots.stop
         self.pool.see_window(np.array([row]))
 
     @precondition(lambda self: self.rows and len(self.rows) < ROWS)
@@ -95,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         copy = self.pool.fork(row)
         assert copy not in self.rows
         self.rows[copy] = {place: dict(pages) for place, pages in self.rows[row].items()}
-        self.lengths[copy] = dict(self.lengths[row])
+        self.lengths[copy], self.begins[copy] = dict(self.lengths[row]), self.begins[row]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -168,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
                     place = (layer, head)
                     pages, size = self.rows[row][place], self.slots[layer]
                     at, offset = divmod(self.lengths[row][place], size)
-                    pages[at].values[offset:] = [numbers[i * heads + head]]
+                    pages[at].put(offset, numbers[i * heads + head])
                     self.lengths[row][place] += 1
         self.pool.advance(np.array(batch, np.int64))
         for row in batch:
@@ -180,8 +193,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def first(self, row, layer, head):
         """First slot that the next token still sees."""
-        window = WINDOWS[layer]
-        return 0 if window is None else max(0, self.lengths[row][layer, head] - window + 1)
+        window, begin = WINDOWS[layer], int(self.begins[row][layer])
+        return begin if window is None else max(begin, self.lengths[row][layer, head] - window + 1)
 
     def refused(self, call):
         before = [array.clone() for array in (self.pool.tables, self.pool.lengths, self.pool.starts)]
@@ -241,18 +254,40 @@ def grow(pool, row, tokens):
     kept=st.lists(st.integers(1, 80), min_size=3, max_size=3),
     more=st.integers(0, 120),
     window=st.integers(1, 70),
+    first=st.integers(0, 50),
 )
-def test_pages_at_is_the_most_that_a_growing_sequence_holds(kept, more, window):
+def test_pages_at_is_the_most_that_a_growing_sequence_holds(kept, more, window, first):
     full = PagePool(plain_spec([(3, 32, None)]), 100, 1, 400)
     counts = np.array([kept], np.int32)
     assert grow(full, full.open(counts), more) == full.pages_at(counts, more)
     sliding = PagePool(plain_spec([(1, 32, window)]), 100, 1, 400)
     counts = np.array([[min(kept[0], window - 1)]], np.int32)
-    peak = grow(sliding, sliding.open(counts), more)
+    peak = grow(sliding, sliding.open(counts, np.array([first])), more)
     bound = sliding.pages_at(counts, more)
     assert peak <= bound <= peak + 1
     if more > window + 32:
         assert peak == bound
+
+
+def test_asking_for_the_same_slot_again_takes_nothing():
+    pool = PagePool(SPEC, 40, 2, CONTEXT)
+    row = pool.open(np.full((4, 3), 16, np.int32))
+    pool.reserve_slot(np.array([row]))
+    used = pool.use.used
+    pool.reserve_slot(np.array([row]))
+    assert pool.use.used == used
+    copy = pool.fork(row)  # what was reserved is shared now
+    pool.reserve_slot(np.array([row, copy]))
+    assert pool.use.used == used + sum(HEADS)
+    pool.check()
+
+
+def test_pages_before_the_first_slot_are_not_taken():
+    pool = PagePool(SPEC, 40, 2, CONTEXT)
+    counts = np.array([[3, 3, 0], [3, 0, 0], [3, 3, 3], [3, 3, 0]], np.int32)
+    row = pool.open(counts, np.array([0, 100, 0, 207]))
+    assert pool.use.used == sum(HEADS) + HEADS[3]  # slots 207 to 209 straddle two pages of 16
+    assert [np.flatnonzero(pool.pages(row, layer)[0] >= 0).tolist() for layer in (1, 3)] == [[3], [12, 13]]
 
 
 def test_a_small_head_gets_more_slots_of_the_same_page():

@@ -31,6 +31,27 @@ def test_the_oldest_and_the_shortest_always_get_on(waiting, budget):
     assert plan[shortest.order] >= min(shortest.remaining, budget // 2)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), max_size=8),
+    st.integers(1, 64),
+    st.integers(2, 200),
+)
+def test_chunks_end_at_multiples_of_the_quantum_or_with_the_prompt_and_somebody_gets_on(
+    waiting, quantum, more
+):
+    budget = 2 * quantum + more - 2
+    needs = [PrefillNeed(order, remaining, start) for order, (remaining, start) in enumerate(waiting)]
+    plan = plan_prefill(needs, budget, quantum)
+    assert sum(plan.values()) <= budget and bool(plan) == bool(needs)
+    for order, tokens in plan.items():
+        need = needs[order]
+        assert 0 < tokens <= need.remaining
+        assert tokens == need.remaining or (need.start + tokens) % quantum == 0
+    if needs:
+        assert 0 in plan, "the oldest always gets on"
+        assert min(needs, key=lambda need: (need.remaining, need.order)).order in plan
+
+
 @given(needs, st.integers(1, 256), st.randoms())
 def test_a_plan_does_not_depend_on_the_order_of_its_input(waiting, budget, random):
     shuffled = list(waiting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -168,7 +169,16 @@ def test_metadata_that_contradicts_itself_is_refused():
     strangers = meta.tokens.copy()
     strangers[3] = SPEC.vocab_size
     beyond = {key: rows + (40 if key == (0, 0) else 0) for key, rows in meta.positions.items()}
-    for changes in ({"counts": ghost}, {"firsts": huge}, {"tokens": strangers}, {"positions": beyond}):
+    wide, listed = meta.counts.copy(), meta.firsts.copy()
+    wide[1, 0], listed[1] = 20, -1  # layer 1 sees 19 tokens beside the next, always a range
+    for changes in (
+        {"counts": ghost},
+        {"firsts": huge},
+        {"tokens": strangers},
+        {"positions": beyond},
+        {"counts": wide, "firsts": np.where(meta.firsts > 0, 20, meta.firsts)},
+        {"firsts": listed, "positions": {**meta.positions, (1, 0): np.arange(21, 40, dtype=np.int32)}},
+    ):
         with pytest.raises(SnapshotError):
             parse_snapshot(SPEC, damaged_meta(**changes))
     parse_snapshot(SPEC, damaged_meta())
@@ -212,6 +222,67 @@ def test_a_moved_sequence_goes_on_bit_by_bit(family, recipe):
         stay.check()
     stay.close(row)
     assert stay.use.used == away.use.used == 0
+
+
+@functools.cache
+def wide_windows(family):
+    """A model whose windows span several chunks of the attention kernel, none of them from slot 0."""
+    return tiny_models.wrap_model(tiny_models.build_network(family, sliding_window=150), frozenset())
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_long_window_gives_the_same_bits_wherever_it_moved(family):
+    model = wide_windows(family)
+    prompt, later = tokens_of(333), tokens_of(260, 5)
+    done = tiny_models.prefill_all(model, [request("a", prompt, snapkv(40))])["a"]
+    stay, away = tiny_models.new_pool(model), tiny_models.new_pool(model)
+    row, meta = tiny_models.join(stay, done), done.layout.meta
+    for step, token in enumerate(later):
+        if step % 13 == 0:
+            _, buffer = take_snapshot(stay, row, meta, [*prompt, *later[: step + 1]])
+            moved = restore(away, parse_snapshot(model.spec, buffer), buffer)
+            there = decode_step(model, away, [moved], [token], [333 + step])
+            away.close(moved)
+        here = decode_step(model, stay, [row], [token], [333 + step])
+        assert step % 13 or torch.equal(there, here), step
+    stay.check()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_windowed_layers_use_the_slots_of_their_positions_shipped_or_resumed(family):
+    model = wide_windows(family)
+    text = tokens_of(400)
+    windowed = [index for index, layer in enumerate(model.spec.layers) if layer.window is not None]
+    pool = tiny_models.new_pool(model)
+
+    def shipped(tokens):
+        return tiny_models.prefill_all(model, [request("a", text[:tokens])])["a"]
+
+    done = shipped(300)
+    resumed = tiny_models.join(pool, done)
+    tiny_models.decode_row(model, pool, resumed, text[300:390], 300)
+    layout, buffer = take_snapshot(pool, resumed, done.layout.meta, text[:391])
+    rows = (resumed, restore(pool, layout, buffer), tiny_models.join(pool, shipped(390)))
+    for row in rows:
+        assert (pool.first_slots(row)[windowed] == 390 - 149).all()
+        assert (pool.counts(row)[windowed, :2] == 390).all()
+
+
+def test_a_restore_that_fails_gives_its_row_and_pages_back(monkeypatch):
+    model = tiny("gemma3").model
+    done = tiny_models.prefill_all(model, [request("a", tokens_of(70))])["a"]
+    pool, buffer = tiny_models.new_pool(model), tiny_models.packed(done)
+
+    def broken(*_):
+        raise RuntimeError("no room to breathe")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.restore.ops.scatter_heads", broken)
+        with pytest.raises(RuntimeError, match="breathe"):
+            restore(pool, done.layout, buffer)
+    pool.check()
+    assert pool.use.used == 0 and pool.free_rows == pool.rows
+    restore(pool, done.layout, buffer)
 
 
 def check_positions(spec, first, meta, cached):

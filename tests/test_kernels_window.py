@@ -22,7 +22,6 @@ def simulate(
     k: np.ndarray,
     scale: float,
     softcap: float = 0.0,
-    sliding_window: int | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """float64 [Hq, N], one query and one key at a time."""
@@ -32,7 +31,7 @@ def simulate(
     for h in range(query_heads):
         for w in range(window):
             i = n - window + w
-            seen = [j for j in range(n) if j <= i and (sliding_window is None or i - j < sliding_window)]
+            seen = range(i + 1)
             logits = [scale * float(np.dot(q[h, w], k[h * kv_heads // query_heads, j])) for j in seen]
             if softcap:
                 logits = [softcap * math.tanh(logit / softcap) for logit in logits]
@@ -68,7 +67,6 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
     window=st.integers(1, 9),
     before=st.integers(0, 30),
     softcap=st.sampled_from([0.0, 1.5, 30.0]),
-    sliding_window=st.sampled_from([None, 1, 5, 12, 100]),
     with_sinks=st.booleans(),
 )
 def test_agrees_with_a_simulation_in_float64(
@@ -78,7 +76,6 @@ def test_agrees_with_a_simulation_in_float64(
     window: int,
     before: int,
     softcap: float,
-    sliding_window: int | None,
     with_sinks: bool,
 ) -> None:
     q, k = random_qk(seed, kv_heads * group, kv_heads, window, window + before)
@@ -88,15 +85,12 @@ def test_agrees_with_a_simulation_in_float64(
         k.double().numpy(),
         0.35,
         softcap,
-        sliding_window,
         None if sinks is None else sinks.double().numpy(),
     )
     per_kv_head = per_query_head.reshape(kv_heads, group, -1).mean(1)
 
-    got = window_scores(q, k, 0.35, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
-    ungrouped = window_scores(
-        q, k, 0.35, softcap=softcap, sliding_window=sliding_window, sinks=sinks, group_reduce="none"
-    )
+    got = window_scores(q, k, 0.35, softcap=softcap, sinks=sinks)
+    ungrouped = window_scores(q, k, 0.35, softcap=softcap, sinks=sinks, group_reduce="none")
 
     assert got.dtype == ungrouped.dtype == torch.float32
     np.testing.assert_allclose(got.numpy(), per_kv_head, rtol=RTOL_FP32, atol=ATOL_FP32)
@@ -178,7 +172,5 @@ def test_other_wrong_arguments_are_refused() -> None:
         window_scores(q, k, 1.0, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match="want q"):
         window_scores(q, k[..., :4], 1.0)
-    with pytest.raises(ValueError, match="sliding window"):
-        window_scores(q, k, 1.0, sliding_window=0)
     with pytest.raises(ValueError, match="mean, none"):
         window_scores(q, k, 1.0, group_reduce="max")  # type: ignore[arg-type]

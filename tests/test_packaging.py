@@ -13,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from deployments.config import AppArgs
 from engine.environment import refuse_foreign_kernels
 from engine.errors import KvtideError
 
@@ -138,6 +139,17 @@ def test_constraints_pin_every_dependency_inside_its_range():
         assert requirement.specifier.contains(pins[requirement.name.lower().replace("_", "-")]), text
 
 
+def test_the_readme_installs_the_pinned_torch_before_anything_that_needs_it():
+    pin = next(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
+    )
+    commands = [
+        line.strip() for line in (ROOT / "README.md").read_text().splitlines() if "pip install" in line
+    ]
+    assert commands[0].startswith(f"pip install {pin} --index-url https://download.pytorch.org/whl/cpu")
+    assert "pip install ." in commands[1]
+
+
 def test_the_cluster_file_is_what_ray_up_accepts():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -146,10 +158,32 @@ def test_the_cluster_file_is_what_ray_up_accepts():
     types = config["available_node_types"]
     assert types["prefill"]["resources"]["prefill"] == types["decode"]["resources"]["decode"] == 1
     starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
-    assert all("RAY_AUTH_MODE=" in command for command in starts if "ray start" in command)
+    wanted = (
+        "RAY_AUTH_MODE=",
+        "RAY_SERVE_ENABLE_HA_PROXY=1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED=1",
+        "RAY_worker_niceness=0",
+    )
+    assert all(setting in command for command in starts if "ray start" in command for setting in wanted)
 
 
-@pytest.mark.parametrize("script", ["scripts/setup.sh", ".ci/run"])
+def test_the_production_file_is_what_serve_deploys():
+    from ray.serve.schema import ServeDeploySchema
+
+    written = yaml.safe_load((ROOT / "serve.yaml").read_text())
+    config = ServeDeploySchema.model_validate(written)
+    assert set(written) <= set(ServeDeploySchema.model_fields), "Serve itself lets unknown names pass"
+    (application,) = config.applications
+    options = AppArgs(**application.args)
+    assert (
+        options.prefill_resources
+        and options.decode_resources
+        and application.import_path == "deployments:app"
+    )
+    assert "api_key:" in (ROOT / "serve.yaml").read_text(), "whoever listens on 0.0.0.0 should know"
+
+
+@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/haproxy", ".ci/run"])
 def test_shell_scripts_parse_and_are_executable(script):
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)

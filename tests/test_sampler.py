@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
 from dataclasses import replace
@@ -105,6 +106,27 @@ def test_random_rows_draw_what_the_simulation_draws(dtype):
         ends = frozenset({0, 5})
         expected = [simulate(raw, r, ends) for raw, r in zip(logits.float().numpy(), rows, strict=True)]
         assert [outcome.token_id for outcome in sample(logits, rows, ends)] == expected
+
+
+def test_top_k_draws_are_pinned():
+    """Taken when every row was sorted whole."""
+    rng = np.random.default_rng(11)
+    drawn = []
+    for vocabulary in (50, 49152):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = torch.tensor(np.round(rng.normal(size=(40, vocabulary)) * 3, 1), dtype=dtype)
+            few = [1, 5, 40, vocabulary, vocabulary + 9]
+            rows = [
+                row(
+                    choice=i % 3, index=i, prompt=tuple(range(9)), generated=(3, 3, 7), temperature=1.3, seed=i,
+                    top_k=few[i % 5], top_p=0.95 if i % 2 else 1.0, frequency_penalty=0.4, repetition_penalty=1.2,
+                )
+                for i in range(40)
+            ]  # fmt: skip
+            drawn += [outcome.token_id for outcome in sample(logits, rows, NO_END)]
+    assert drawn[:8] == [10, 44, 36, 47, 47, 5, 15, 28]
+    digest = hashlib.sha256(np.array(drawn, np.int64).tobytes()).hexdigest()
+    assert digest.startswith("2dbb0824a4e758de")
 
 
 def test_uniform_has_its_pinned_values():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from service_stand import FULL, SNAPKV, Stand, ask, expected, model, slow_steps, stand
+from service_stand import Stand, ask, expected, hold, model, stand
 
-from deployments.shipping import poll_for_ever
 from engine.errors import GenerationFailed, InvalidRequest, Overloaded, ReplicaLost
 from engine.snapshot import SnapshotError
 from kv_tiers.transfer.endpoint import EndReason, Outcome
@@ -50,31 +48,12 @@ PLACES = {
 }  # fmt: skip
 
 
-async def _hold(s: Stand, how: str) -> Callable[[], None]:
-    """Make requests stay at the place; → lets go again."""
-    gate = threading.Event()
-    if how == "prefill":
-        slow_steps(s.prefill.engine, gate)
-        s.prefill._loop._step = s.prefill.engine.step
-        return gate.set
-    if how == "landing":
-        lease = s.decode.endpoint.reserve(s.decode.endpoint.capacity - 4096)
-        assert lease is not None
-        return lease.release
-    if how == "pages":
-        pool = s.decode.engine.pool
-        rows = [pool.open(pool.lengths[0].numpy() * 0) for _ in range(pool.free_rows)]
-        return lambda: [pool.close(row) for row in rows] and None
-    gate.set()
-    return gate.set
-
-
 @pytest.mark.parametrize("leave", ["cancelled", "cancelled twice"])
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_request_that_is_cancelled_leaves_nothing_behind(place, leave):
     spot = PLACES[place]
     async with stand(**spot.options) as s:
-        let_go = await _hold(s, spot.hold)
+        let_go = await hold(s, spot.hold)
         tasks = [asyncio.create_task(s.run(ask(f"r{i}", max_tokens=1500))) for i in range(2)]
         await s.until(lambda: spot.reached(s, len(tasks)))
         for task in tasks:
@@ -93,7 +72,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing_behind(place, leave):
 async def test_closing_the_stream_after_its_first_tokens_leaves_nothing_behind(place):
     spot = PLACES[place]
     async with stand(**spot.options) as s:
-        let_go = await _hold(s, spot.hold)
+        let_go = await hold(s, spot.hold)
         streams = [s.decode.generate(ask(f"r{i}", n=1 + i, max_tokens=1500)) for i in range(2)]
         for stream in streams:
             await anext(stream)
@@ -206,7 +185,7 @@ async def test_a_failed_pull_is_a_counted_recompute_with_the_same_tokens(fault, 
 
 
 async def test_a_frozen_source_is_given_up_and_the_prompt_computed_again(monkeypatch):
-    monkeypatch.setattr("deployments.decode_service._PULL_LEAST_S", 0.1)
+    monkeypatch.setattr("deployments.arrivals._PULL_LEAST_S", 0.1)
     async with stand() as s:
         fabric = s.decode.endpoint._wire._fabric
 
@@ -263,7 +242,7 @@ async def test_a_ticket_that_expired_before_the_pull_is_a_recompute():
 
 async def test_without_landing_room_a_request_waits_for_it():
     async with stand() as s:
-        let_go = await _hold(s, "landing")
+        let_go = await hold(s, "landing")
         run = asyncio.create_task(s.run(ask()))
         await s.until(lambda: s.decode.endpoint.counters.pulls[Outcome.NO_ROOM] >= 1)
         let_go()
@@ -304,7 +283,7 @@ async def test_what_the_engine_refuses_late_is_an_invalid_request_and_frees_its_
 
 async def test_the_deadline_ends_a_wait_for_workspace_room():
     async with stand(workspace_bytes=1) as s:
-        let_go = await _hold(s, "prefill")
+        let_go = await hold(s, "prefill")
         first = asyncio.create_task(s.run(ask("first")))
         await s.until(lambda: s.prefill.engine.queued == 1)
         with pytest.raises(Overloaded, match=r"0\.1 s"):
@@ -333,7 +312,7 @@ async def test_a_large_prompt_is_not_overtaken_for_ever_by_small_ones():
 
     room = 200 * model().spec.kv_bytes_per_token
     async with stand(workspace_bytes=room) as s:
-        let_go = await _hold(s, "prefill")
+        let_go = await hold(s, "prefill")
         requests = [ask("a", 100), ask("large", 190), *(ask(f"s{i}", 50) for i in range(6))]
         tasks = []
         for request in requests:
@@ -344,119 +323,3 @@ async def test_a_large_prompt_is_not_overtaken_for_ever_by_small_ones():
         let_go()
         await asyncio.gather(*tasks)
     assert finished.index("large") <= 2
-
-
-# Engines that fail
-
-
-def _fail_steps(engine, times: int) -> None:
-    step, left = engine.model.forward, [times]
-
-    class Failing:
-        spec = engine.model.spec
-
-        def forward(self, *args):
-            if left[0]:
-                left[0] -= 1
-                raise RuntimeError("a kernel failed")
-            return step(*args)
-
-    engine.model = Failing()
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_failed_step_fails_its_requests_and_the_next_one_works(side, caplog):
-    async with stand() as s:
-        engine = getattr(s, side).engine
-        _fail_steps(engine, 1)
-        with pytest.raises(GenerationFailed, match="RuntimeError"):
-            await s.run(ask("first", n=2))
-        await s.at_rest()
-        s.prefill.health(), s.decode.health()
-        assert (await s.run(ask("second"))).tokens == expected(ask("second")).tokens
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_three_failed_steps_in_a_row_make_the_replica_unhealthy_until_one_works(side, caplog):
-    async with stand() as s:
-        service = getattr(s, side)
-        _fail_steps(service.engine, 3)
-        for i in range(3):
-            service.health()
-            with pytest.raises(GenerationFailed):
-                await s.run(ask(f"r{i}"))
-        with pytest.raises(RuntimeError, match=f"{side} engine"):
-            service.health()
-        await s.run(ask("well"))
-        service.health()
-
-
-async def test_a_failure_after_prompts_were_finished_reaches_all_of_them(monkeypatch, caplog):
-    def fail(*_):
-        raise RuntimeError("selection failed")
-
-    async with stand() as s:
-        with monkeypatch.context() as patch:
-            patch.setattr("engine.prefill.select_survivors", fail)
-            runs = [s.run(ask(f"r{i}", 20)) for i in range(3)]
-            ends = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5)
-        assert [type(end) for end in ends] == [GenerationFailed] * 3
-        await s.run(ask())
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_an_engine_beyond_repair_fails_its_requests_and_takes_no_more(side, caplog):
-    def fail_all():
-        raise AssertionError("books are wrong")
-
-    with pytest.raises(RuntimeError, match="engine"):
-        async with stand(attempts=1) as s:
-            service = getattr(s, side)
-            _fail_steps(service.engine, 1)
-            fail_all_well, service.engine.fail_all = service.engine.fail_all, fail_all
-            with pytest.raises(GenerationFailed):
-                await s.run(ask())
-            await s.until(lambda: not service._loop.alive)
-            service.engine.fail_all = fail_all_well
-            service.engine.fail_all()
-            with pytest.raises(ReplicaLost):
-                await s.run(ask("next"))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_poller_that_died_shows_in_health(side):
-    async with stand() as s:
-        poller = getattr(s, side)._poller
-        poller.cancel()
-        await asyncio.gather(poller, return_exceptions=True)
-        with pytest.raises(RuntimeError, match="polled"):
-            getattr(s, side).health()
-        service = getattr(s, side)
-        service._poller = asyncio.create_task(poll_for_ever(service.endpoint, asyncio.Event(), lambda: None))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_closing_ends_what_runs_with_an_error_and_frees_it():
-    with pytest.raises(
-        RuntimeError, match="engine"
-    ):  # from the stand, which wants healthy services at its end
-        async with stand() as s:
-            let_go = await _hold(s, "pages")
-            runs = [asyncio.create_task(s.run(ask(f"r{i}", recipe=FULL if i else SNAPKV))) for i in range(3)]
-            await s.until(lambda: s.decode.engine.waiting == 3)
-            closing = asyncio.create_task(s.decode.close())
-            ends = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5)
-            assert [type(end) for end in ends] == [ReplicaLost] * 3
-            await closing
-            let_go()
-            waiting = asyncio.create_task(s.prefill.prefill(ask()))
-            await asyncio.sleep(0)
-            await s.prefill.close()
-            with pytest.raises(ReplicaLost):
-                await waiting
-            with pytest.raises(ReplicaLost):
-                await s.prefill.prefill(ask())
-            with pytest.raises(ReplicaLost):
-                await s.run(ask())

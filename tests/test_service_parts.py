@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 
 import pytest
-from service_stand import CONTEXT, model
+from service_stand import CONTEXT, ask, model, stand
 
 from deployments.blocking import BlockingCalls, outlast
 from deployments.loop import EngineLoop
 from deployments.room import Room
-from deployments.shipping import open_endpoint, poll_for_ever, staging_bytes
+from deployments.shipping import choose_transport, open_endpoint, poll_for_ever, staging_bytes
+from engine.errors import GenerationFailed
 from kv_tiers.transfer.local import LocalEndpoint, LocalFabric
+from policies import POLICIES
+from policies.snapkv import SnapKV
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -135,6 +139,36 @@ def test_the_engine_thread_counts_failures_until_a_step_brings_results():
     assert not any(broken) and loop.broken
 
 
+async def test_a_prompt_that_its_policy_cannot_take_fails_alone(monkeypatch):
+    class Picky(SnapKV):
+        def score(self, layer):
+            assert layer.keys.shape[1] != 75, "not 75"
+            return super().score(layer)
+
+    monkeypatch.setitem(POLICIES, "snapkv", Picky)
+    async with stand(chunk_tokens=512) as s:
+        calls = [s.prefill.prefill(ask(f"r{tokens}", tokens, max_tokens=1)) for tokens in (60, 75, 80)]
+        good, bad, fine = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(bad, GenerationFailed) and "not 75" in str(bad)
+        assert good.prompt.prompt_tokens == 60 and fine.prompt.prompt_tokens == 80
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_an_idle_engine_whose_books_are_wrong_is_broken(sound: bool):
+    checked = threading.Event()
+
+    def check() -> None:
+        checked.set()
+        assert sound, "a page is lost"
+
+    loop = EngineLoop("test", list, lambda: False, lambda _: None, lambda _: None, 1, check)
+    assert checked.wait(5)
+    loop.wake()
+    time.sleep(0.1)
+    assert loop.alive and loop.broken is not sound
+    loop.stop()
+
+
 async def test_polling_is_woken_early_hears_of_ends_and_can_be_cancelled():
     endpoint = LocalEndpoint("a", 1 << 20, fabric=LocalFabric())
     wake, ends = asyncio.Event(), []
@@ -159,9 +193,12 @@ def test_staging_holds_two_contexts_unless_asked_otherwise():
     assert staging_bytes(spec, CONTEXT, 0.5) == 512 << 20
 
 
-def test_a_transport_that_does_not_work_here_is_named(monkeypatch):
+def test_without_nixl_survivors_travel_by_reply_unless_nixl_is_demanded(monkeypatch):
     monkeypatch.setattr("deployments.shipping.unavailable", lambda: "no such library")
     with pytest.raises(RuntimeError, match="no such library"):
-        open_endpoint("x", 1 << 20, "nixl")
-    assert isinstance(open_endpoint("x", 1 << 20, "auto"), LocalEndpoint)
+        choose_transport("nixl")
+    assert choose_transport("auto") == choose_transport("local") == "local"
     assert isinstance(open_endpoint("x", 1 << 20, "local"), LocalEndpoint)
+    monkeypatch.setattr("deployments.shipping.unavailable", lambda: None)
+    assert choose_transport("auto") == choose_transport("nixl") == "nixl"
+    assert choose_transport("local") == "local"

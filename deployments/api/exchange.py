@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -114,7 +115,10 @@ class Exchange(Response):
     async def _plan(self, request: HttpRequest) -> Plan:
         settings = self._edge.settings
         declared = request.headers.get("content-length")
-        raw = await read_body(request.stream(), declared, settings.max_body_bytes)
+        try:
+            raw = await read_body(request.stream(), declared, settings.max_body_bytes)
+        except ClientDisconnect:
+            raise ClientDisconnected from None
         return await asyncio.to_thread(self._endpoint.plan, self._edge.card, settings, raw)
 
     async def _answer(

@@ -2,6 +2,9 @@
 
 Not `ray.util.metrics`: its histograms estimate `_sum` and its gauges vanish. One registry belongs to one
 application object, so several can live in one process.
+
+What is counted here is this gateway's: `kvtide_request…` and the histograms. What replicas report (`source=…`) is the
+whole application's and the same at every gateway.
 """
 
 from __future__ import annotations
@@ -86,12 +89,17 @@ class ApiMetrics:
             registry=r,
             buckets=_E2E_S,
         )
-        self.prompt_tokens = Counter("kvtide_prompt_tokens", "Prompt tokens.", registry=r)
-        self.generated_tokens = Counter("kvtide_generated_tokens", "Generated tokens.", registry=r)
-        self.cached_tokens = Counter("kvtide_cached_tokens", "Prompt tokens whose KV was loaded.", registry=r)
-        self.kept_tokens = Counter("kvtide_kept_tokens", "Prompt tokens that selection kept.", registry=r)
+        # Replicas report some of these too, under names of theirs; one name cannot be a counter and a gauge.
+        self.prompt_tokens = Counter("kvtide_request_prompt_tokens", "Prompt tokens.", registry=r)
+        self.generated_tokens = Counter("kvtide_request_generated_tokens", "Generated tokens.", registry=r)
+        self.cached_tokens = Counter(
+            "kvtide_request_cached_tokens", "Prompt tokens whose KV was loaded.", registry=r
+        )
+        self.kept_tokens = Counter(
+            "kvtide_request_kept_tokens", "Prompt tokens that selection kept.", registry=r
+        )
         self.shipped_bytes = Counter(
-            "kvtide_shipped_bytes", "Bytes pulled from prefill to decode.", registry=r
+            "kvtide_request_shipped_bytes", "Bytes pulled from prefill to decode.", registry=r
         )
         self.stats_failures = Counter(
             "kvtide_stats_failures", "Scrapes without the replicas' gauges.", registry=r

@@ -1,0 +1,181 @@
+"""A replica's view of its node's agent: `BlockStore` and block memory over calls that may fail or come late."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
+
+from deployments.node import Attachment
+from kv_tiers.directory import Located
+from kv_tiers.keys import BlockKey
+from kv_tiers.slab import Slab
+from kv_tiers.tier import ReadLease, WriteLease
+
+_log = logging.getLogger("kvtide.node")
+Answer = TypeVar("Answer")
+Lease = TypeVar("Lease", ReadLease, WriteLease)
+
+
+class Wait(Protocol):
+    """How an answer is waited for, `ray.get` or a test's own."""
+
+    def __call__(self, reference: Any, *, timeout: float | None) -> Any:
+        """The answer; raises `GetTimeoutError`, or another `RayError` when there will be none."""
+        ...
+
+
+class AgentTier:
+    """`BlockStore` and block memory of this node's agent, for worker threads of a replica.
+
+    What cannot be asked is a miss. Reads ask the directory first (a batch), so that a prompt nobody has seen costs no
+    pin. An agent that restarted has a new slab: it is attached when no lease of the old one is open any more, and
+    until then everything is a miss. Calls block for at most `CALL_S` seconds each; a lease that comes later is ended
+    when it comes.
+    """
+
+    CALL_S = 5.0
+
+    def __init__(
+        self,
+        agent: Callable[[], ActorHandle],
+        directory: Callable[[], ActorHandle],
+        node: str,
+        owner: str,
+        wait: Wait = ray.get,
+    ) -> None:
+        """`agent` and `directory` find the actor, or make it when there is none."""
+        self._wait = wait
+        self._find_agent, self._find_directory = agent, directory
+        self._agent = agent()
+        self._directory = directory()
+        self._node = node
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._open = 0
+        self._slab: Slab | None = None
+        self._incarnation = 0
+        self._attach()
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the slab that open leases refer to."""
+        assert self._slab is not None, "only a lease gives offsets"
+        return self._slab.view(offset, nbytes)
+
+    def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
+        located = self._locate(keys)
+        if located is None or not any(run.node == self._node for run in located.node_runs):
+            return _NOTHING_READ
+
+        def end(agent: ActorHandle, incarnation: int, lease: ReadLease) -> None:
+            agent.complete_read.remote(incarnation, lease.id)
+
+        return self._prepare(
+            lambda agent, incarnation: agent.prepare_read.remote(incarnation, keys, owner), end, _NOTHING_READ
+        )
+
+    def complete_read(self, lease_id: int) -> None:
+        if lease_id != _NO_LEASE:
+            self._ask(self._agent.complete_read.remote(self._incarnation, lease_id), None)
+            self._closed()
+
+    def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
+        def end(agent: ActorHandle, incarnation: int, lease: WriteLease) -> None:
+            agent.complete_write.remote(incarnation, lease.id, ())
+
+        return self._prepare(
+            lambda agent, incarnation: agent.prepare_write.remote(incarnation, keys, owner),
+            end,
+            WriteLease(_NO_LEASE, (), (), (), tuple(keys)),
+        )
+
+    def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+        if lease_id == _NO_LEASE:
+            return ()
+        visible = self._ask(self._agent.complete_write.remote(self._incarnation, lease_id, written), ())
+        self._closed()
+        return visible
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        self._ask(self._directory.forget.remote(self._node, keys), 0)
+        return self._ask(self._agent.drop.remote(self._incarnation, keys), 0)
+
+    def _locate(self, keys: Sequence[BlockKey]) -> Located | None:
+        located: Located | None = self._ask(self._directory.locate.remote(keys), None)
+        if located is None:
+            self._directory = self._find_directory()
+        return located
+
+    def _prepare(
+        self,
+        call: Callable[[ActorHandle, int], ray.ObjectRef],
+        end: Callable[[ActorHandle, int, Lease], None],
+        nothing: Lease,
+    ) -> Lease:
+        """A lease of the agent's present life, or `nothing`; `end` ends one that came too late to be used."""
+        with self._lock:
+            self._open += 1
+            agent, incarnation = self._agent, self._incarnation
+        reference = call(agent, incarnation)
+        answer: Lease | None = None
+        try:
+            answer = self._wait(reference, timeout=self.CALL_S)
+        except GetTimeoutError:
+            _log.warning("the node agent did not answer within %g s; taken as a miss", self.CALL_S)
+
+            def outwait() -> None:
+                late: Lease | None = None
+                try:
+                    late = self._wait(reference, timeout=None)
+                except RayError as error:
+                    _log.warning("node agent: %s", type(error).__name__)
+                if late is not None:
+                    end(agent, incarnation, late)
+                self._closed()
+
+            threading.Thread(target=outwait, name="late-lease", daemon=True).start()
+            return nothing
+        except RayError as error:
+            _log.warning("node agent: %s; taken as a miss", type(error).__name__)
+        if answer is not None:
+            return answer
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._attach()
+        return nothing
+
+    def _closed(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+    def _attach(self) -> None:
+        """Map the slab of the agent's present life; a failure leaves the old one, and everything a miss."""
+        self._agent = self._find_agent()
+        found: Attachment | None = self._ask(self._agent.attach.remote(self._owner, os.getpid()), None)
+        if found is None or found.incarnation == self._incarnation:
+            return
+        try:
+            slab = Slab.attach(found.slab)
+        except (OSError, ValueError) as error:
+            _log.warning("slab of the node agent cannot be mapped: %s", error)
+            return
+        if self._slab is not None:
+            self._slab.close()
+        self._slab, self._incarnation = slab, found.incarnation
+
+    def _ask(self, reference: ray.ObjectRef, otherwise: Answer) -> Answer:
+        try:
+            answer: Answer = self._wait(reference, timeout=self.CALL_S)
+            return answer
+        except RayError as error:
+            _log.warning("node agent or directory: %s; taken as a miss", type(error).__name__)
+            return otherwise
+
+
+_NO_LEASE = -1
+_NOTHING_READ = ReadLease(_NO_LEASE, ())
