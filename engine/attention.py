@@ -28,8 +28,8 @@ _WITHOUT_EFFECT = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "position_ids",
+        "use_cache",
     }
-    | {"use_cache"}
 )
 
 

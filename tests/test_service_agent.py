@@ -304,10 +304,9 @@ async def test_the_newest_agent_owns_the_node_and_the_older_one_keeps_quiet_and_
     staying = await node.replica("old replica")
     await write(staying, KEYS[:4])
     await node.announced(4)
-    new = await node.start(slots=4)
+    await node.start(slots=4)
     await node.announced(0)
     await until(lambda: old.target._superseded)
-    said = len(node.directory.calls)
     monkeypatch.setattr(node_module, "HEARTBEAT_S", 10.0)  # the new one is silent from now on
     await asyncio.sleep(0.1)
     said = len(node.directory.calls)
@@ -319,7 +318,6 @@ async def test_the_newest_agent_owns_the_node_and_the_older_one_keeps_quiet_and_
     monkeypatch.setattr(node_module, "LINGER_S", 0.1)
     old.target._owners.clear()
     await until(lambda: old.target in node.left)
-    assert new.target not in node.left or not new.target._owners
 
 
 async def test_going_back_to_the_options_of_a_lingering_agent_gives_it_the_node_again(node):
