@@ -234,6 +234,8 @@ def cluster_environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Answers between replicas go by gRPC, which drops what is larger; log-probabilities of a long prompt are.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
     }

@@ -110,7 +110,8 @@ class PrefillPool:
     """`PrefillClient` over the deployment handle."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+        # As actor calls: Serve's gRPC between replicas drops answers beyond 4 MB, which snapshots and logprobs exceed.
+        self._handle = handle.options(_by_reference=True)
 
     async def prefill(self, request: GenerationRequest, *, stage: bool) -> PrefillReply:
         response = self._handle.prefill.remote(request, stage=stage)

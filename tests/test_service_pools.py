@@ -37,8 +37,8 @@ class Handle:
         self.stages: list[bool] = []
         self.cancelled = 0
 
-    def options(self, *, stream: bool) -> Handle:
-        assert stream
+    def options(self, **options: bool) -> Handle:
+        assert options in ({"stream": True}, {"_by_reference": True})
         return self
 
     @property

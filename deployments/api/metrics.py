@@ -32,6 +32,12 @@ GAUGES = {
     "pages_total": "Pages of the decode pool.",
     "tickets_open": "Transfer tickets not yet ended.",
     "pages_owed": "Pages promised to transfers that have not ended.",
+    "kept_tokens": "Prompt tokens kept per kv head, summed over requests being decoded.",
+    "shipped_bytes": "Bytes of survivors pulled since the replica started.",
+    "staged_bytes": "Transfer memory of tickets not yet ended.",
+    "landing_bytes": "Transfer memory of survivors that have landed and are not in pages yet.",
+    "snapshot_bytes_waiting": "Host memory of survivors that wait for pages.",
+    "recomputes": "Prompts prefilled again because their survivors could not be fetched.",
 }
 """Gauges that replicas report, with their help; other names are passed on without help."""
 
