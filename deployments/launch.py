@@ -18,6 +18,7 @@ from deployments.config import AppArgs
 from deployments.environment import local_environment
 from deployments.offline import own_context
 from deployments.proxy import is_free
+from deployments.slabs import sweep_slabs
 from engine.weights import ensure_weights
 
 _START_LIMIT_S = 600.0
@@ -45,7 +46,9 @@ def launch(options: AppArgs, *, host: str, port: int) -> int:
             "PYTHONPATH": _import_path(),
         }
         with Child([sys.executable, "-m", "ray.serve.scripts", "run", str(config)], environment) as child:
-            return _watch(child, options, f"http://127.0.0.1:{port}")
+            status = _watch(child, options, f"http://127.0.0.1:{port}")
+    sweep_slabs(options.cpu_tier_folder)
+    return status
 
 
 def serve_config(options: AppArgs, host: str, port: int) -> dict[str, object]:

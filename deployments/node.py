@@ -7,8 +7,6 @@ restarts, so a replica that dies or is scaled down does not lose the cache. With
 import asyncio
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from deployments.directory import (
     directory_actor,
     end_process_on_failure,
 )
+from deployments.slabs import slab_folder
 from kv_tiers.cpu import CpuTier
 from kv_tiers.directory import Outcome
 from kv_tiers.keys import BlockKey
@@ -35,16 +34,6 @@ from kv_tiers.slab import SUFFIX, Slab, remove_stale
 from kv_tiers.tier import Changes, ReadLease, TierStats, WriteLease
 
 _log = logging.getLogger("kvtide.node")
-
-
-def slab_folder(asked: str | None, nbytes: int) -> Path:
-    """Where the memory file goes: as asked, else /dev/shm if it has that room, else the temporary folder."""
-    if asked is not None:
-        return Path(asked)
-    shared = Path("/dev/shm")
-    if shared.is_dir() and shutil.disk_usage(shared).free > nbytes:
-        return shared
-    return Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from deployments import launch
 from deployments.child import Child
 from deployments.cli import main
 from deployments.proxy import own_ports, proxy_binary
+from deployments.slabs import sweep_slabs
+from kv_tiers.slab import Slab
 
 ROOT = Path(__file__).parents[1]
 BUILD = """
@@ -196,3 +198,13 @@ def test_a_port_in_use_is_said_to_be_before_anything_starts(capsys: pytest.Captu
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 1
     assert f"port {port} is in use" in capsys.readouterr().err
+
+
+def test_memory_files_of_dead_agents_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    code = (
+        "import sys; from kv_tiers.slab import Slab; Slab.create(sys.argv[1], 4096)"  # dies without unlinking
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "dead.kvslab")], cwd=ROOT, check=True)
+    with Slab.create(tmp_path / "alive.kvslab", 4096):
+        sweep_slabs(str(tmp_path))
+        assert [path.name for path in tmp_path.iterdir()] == ["alive.kvslab"]
