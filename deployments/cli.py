@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from deployments.config import AppArgs, resolve
+from deployments.proxy import haproxy
 from engine.environment import refuse_foreign_kernels
 from engine.errors import KvtideError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; → exit status."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parse(arguments)
     try:
         status = _run(parsed)
         sys.stdout.flush()
@@ -26,6 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Flags and name=value words in any order (argparse itself forgets the words behind the second flag)."""
+    parser = _parser()
+    parsed, more = parser.parse_known_args(arguments)
+    if flags := [word for word in more if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    parsed.options += more
+    return parsed
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -99,7 +110,10 @@ def _serve(options: AppArgs, parsed: argparse.Namespace) -> int:
 
 
 def _config(options: AppArgs, parsed: argparse.Namespace) -> int:
-    print(resolve(options).model_dump_json(indent=2))
+    resolved = resolve(options)
+    if haproxy() is None:
+        resolved.environment["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
+    print(resolved.model_dump_json(indent=2))
     return 0
 
 

@@ -100,7 +100,9 @@ class AppArgs(BaseModel):
         description="How survivors are shipped: pulled (nixl) or in the reply (local); auto: nixl if it exists.",
     )
     ticket_ttl_s: float = Field(30.0, gt=0, le=3600, description="Lifetime of a transfer ticket nobody ends.")
-    attempts: int = Field(4, ge=1, le=20, description="Times a request is started before it is given up.")
+    attempts: int = Field(
+        4, ge=1, le=20, description="Decode replicas tried per request, and prefills by each."
+    )
 
     block_tokens: int = Field(16, ge=1, le=1024, description="Tokens per KV block in the tiers.")
     cpu_tier_gib: float = Field(1.0, ge=0, le=_MOST_GIB, description="CPU tier per node; 0: no prefix reuse.")

@@ -28,14 +28,12 @@ def launch(options: AppArgs, *, host: str, port: int) -> int:
     """Serve until interrupted; → exit status of `serve run`."""
     if not is_free("0.0.0.0", port):
         raise RuntimeError(f"port {port} is in use; choose another with --port")
-    path = ensure_weights(
-        options.model, progress=True
-    )  # here, where a progress bar is seen, not in a replica
+    # Here, where a progress bar is seen, and not in a replica.
+    path = ensure_weights(options.model, progress=True)
     # Here too: a replica that refuses its options would be started again and again.
     options.context_length(own_context(path))
-    with tempfile.TemporaryDirectory(
-        prefix="kvtide-"
-    ) as folder:  # only its owner may enter: it holds the api_key
+    # Only its owner may enter the folder: it holds the api_key.
+    with tempfile.TemporaryDirectory(prefix="kvtide-") as folder:
         config = Path(folder) / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(options, host, port)))
         # A cluster of its own, unless the user names one: joining whatever runs here would replace its application.

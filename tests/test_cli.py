@@ -14,7 +14,7 @@ import torch
 from ray.serve.schema import ServeDeploySchema
 from service_stand import network, tokenizer
 
-from deployments.cli import main
+from deployments.cli import _parse, main
 from deployments.config import AppArgs
 from deployments.launch import _greeting, serve_config
 
@@ -148,3 +148,14 @@ def test_the_greeting_can_be_pasted_into_a_shell():
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
     assert "hunter2" not in line and any(word.startswith("Authorization") for word in words)
+
+
+def test_options_are_taken_before_and_behind_flags():
+    parsed = _parse(["serve", "model=x", "--port", "8001", "policy=full"])
+    assert parsed.options == ["model=x", "policy=full"] and parsed.port == 8001
+
+
+def test_an_unknown_flag_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--prot", "8001"])
+    assert "--prot" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from deployments.config import AppArgs
+from deployments.config import AppArgs, cluster_environment
 from engine.environment import refuse_foreign_kernels
 from engine.errors import KvtideError
 
@@ -150,7 +150,7 @@ def test_the_readme_installs_the_pinned_torch_before_anything_that_needs_it():
     assert "pip install ." in commands[1]
 
 
-def test_the_cluster_file_is_what_ray_up_accepts():
+def test_the_cluster_file_is_what_ray_up_accepts_and_sets_what_kvtide_serve_sets(monkeypatch):
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
@@ -158,12 +158,9 @@ def test_the_cluster_file_is_what_ray_up_accepts():
     types = config["available_node_types"]
     assert types["prefill"]["resources"]["prefill"] == types["decode"]["resources"]["decode"] == 1
     starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
-    wanted = (
-        "RAY_AUTH_MODE=",
-        "RAY_SERVE_ENABLE_HA_PROXY=1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED=1",
-        "RAY_worker_niceness=0",
-    )
+    for name in cluster_environment():
+        monkeypatch.delenv(name, raising=False)
+    wanted = [f"{name}={value}" for name, value in cluster_environment().items()]
     assert all(setting in command for command in starts if "ray start" in command for setting in wanted)
 
 
