@@ -30,7 +30,7 @@ def launch(options: AppArgs, *, host: str, port: int) -> int:
         raise RuntimeError(f"port {port} is in use; choose another with --port")
     # Here, where a progress bar is seen, and not in a replica.
     path = ensure_weights(options.model, progress=True)
-    # Here too: a replica that refuses its options would be started again and again.
+    # Here too: a replica that refuses its model or its options would be started again and again.
     options.context_length(own_context(path))
     # Only its owner may enter the folder: it holds the api_key.
     with tempfile.TemporaryDirectory(prefix="kvtide-") as folder:

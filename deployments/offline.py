@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from deployments.config import GIB, AppArgs, resolve
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.local import LocalEngine
-from engine.model import load_model
+from engine.model import load_model, read_config
 from engine.pool import PagePool, pool_page_bytes
 from engine.request import GenerationRequest, PromptEvent, SamplingParams
 from engine.text import TokenPieces
@@ -18,8 +18,8 @@ from engine.weights import ensure_weights
 
 
 def own_context(path: Path) -> int:
-    """Tokens of context that the model in this folder was made for."""
-    return int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
+    """Tokens of context that the model in this folder was made for. Raises `UnsupportedModel`, `ModelUnavailable`."""
+    return int(read_config(path).get_text_config().max_position_embeddings)
 
 
 def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temperature: float) -> None:

@@ -24,7 +24,7 @@ from kv_tiers.block import BlockLayout
 from kv_tiers.keys import Fingerprint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -148,7 +148,18 @@ def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model
     size of the blocks that its KV is kept in.
     Errors: `UnsupportedModel` by name, `ModelUnavailable` when the folder cannot be read.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(path)
+    register_attention()
+    chosen = choose_dtype(dtype, config.dtype)
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
+    return wrap_model(network, end_tokens_of(path), block_tokens)
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """The configuration of a model that can be served, without its weights. Errors as `load_model`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path)
@@ -157,10 +168,7 @@ def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model
     refuse_unsupported(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise unsupported(config, "another class than a causal language model")
-    register_attention()
-    chosen = choose_dtype(dtype, config.dtype)
-    network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
-    return wrap_model(network, end_tokens_of(path), block_tokens)
+    return config
 
 
 def wrap_model(network: PreTrainedModel, end_tokens: frozenset[int], block_tokens: int = 16) -> Model:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 from service_stand import network, tokenizer
 
 from deployments import launch
@@ -170,6 +171,18 @@ def test_serve_writes_the_key_where_only_its_owner_reads(
     assert given.mode == 0o700 and not given.folder.exists()
     assert given.environment["RAY_ADDRESS"] == "local"
     assert given.environment["RAY_SERVE_HAPROXY_BINARY_PATH"].startswith(str(given.folder))
+
+
+def test_a_model_that_cannot_be_served_is_refused_by_name_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network().save_pretrained(tmp_path)  # weights there are; what they belong to is another matter
+    tokenizer().save_pretrained(tmp_path)
+    transformers.DeepseekV2Config().save_pretrained(tmp_path)
+    monkeypatch.setattr(launch, "Child", Started)
+    monkeypatch.setattr(launch, "is_free", lambda host, port: True)
+    assert main(["serve", f"model={tmp_path}"]) == 1
+    assert "multi-head latent attention" in capsys.readouterr().err
 
 
 def test_an_address_we_cannot_watch_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
