@@ -187,7 +187,7 @@ def test_metrics_tell_what_operators_watch(service: Service) -> None:
         "pages_total", "kept_tokens", "shipped_bytes", "tickets_open", "pages_owed",
     ):  # fmt: skip
         assert f"kvtide_{name}" in text, name
-    assert service.gauges()["shipped_bytes"] > 0
+    service.until(lambda: service.gauges()["shipped_bytes"] > 0, 5, "shipped bytes in the gauges")
 
 
 def test_logs_carry_request_ids_and_no_prompts(service: Service) -> None:
@@ -225,7 +225,7 @@ def test_a_client_that_leaves_frees_everything(service: Service) -> None:
 
 
 def test_a_client_that_leaves_during_prefill_frees_everything(service: Service, speech: str) -> None:
-    before, prefilled = service.outcomes(), service.gauges().get("prefilled_prompts")
+    before, prefilled = service.outcomes(), service.gauges()["prefilled_tokens"]
     body = {"model": "demo", "prompt": speech[:28_000], "max_tokens": 5, "cache_salt": "never seen"}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{service.url}/v1/completions", json=body, timeout=1.5)
@@ -233,7 +233,8 @@ def test_a_client_that_leaves_during_prefill_frees_everything(service: Service, 
     service.wait_idle(20)
     assert time.monotonic() - left < 6
     assert service.outcomes()["disconnected"] == before.get("disconnected", 0) + 1
-    assert service.gauges().get("prefilled_prompts") == prefilled, "it was computed to its end for nobody"
+    # Some 6,000 tokens; the gauge was a second old at the start and may have owed the prompt of the test before.
+    assert service.gauges()["prefilled_tokens"] < prefilled + 3000, "it was computed to its end for nobody"
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(
