@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from api_stub import (
     MODEL,
@@ -31,6 +33,11 @@ async def accepted_completion(**fields: object) -> GenerationRequest:
     response = await complete(application(backend), **fields)
     assert response.status_code == 200, response.text
     return backend.requests[0]
+
+
+def without_id(request: GenerationRequest) -> GenerationRequest:
+    """A request as the engine works on it: its id is drawn anew every time."""
+    return dataclasses.replace(request, request_id="any")
 
 
 async def refused(kind: str, status: int = 400, **fields: object) -> dict[str, str]:
@@ -123,9 +130,10 @@ async def test_an_answer_can_be_sent_back_as_the_client_received_it() -> None:
         "function_call": None,
         "tool_calls": None,
     }
-    await accepted_chat(
-        messages=[{"role": "user", "content": "hi"}, received, {"role": "user", "content": "hi"}]
-    )
+    turn = {"role": "user", "content": "hi"}
+    plain = {"role": "assistant", "content": "hello"}
+    sent_back = await accepted_chat(messages=[turn, received, turn], seed=1)
+    assert without_id(sent_back) == without_id(await accepted_chat(messages=[turn, plain, turn], seed=1))
 
 
 async def test_the_last_assistant_message_can_be_continued() -> None:
@@ -280,20 +288,24 @@ async def test_what_is_not_supported_is_refused_by_name(
 
 
 async def test_unsupported_fields_that_ask_for_nothing_are_let_through() -> None:
-    await accepted_chat(
-        tools=[],
-        tool_choice="none",
-        response_format={"type": "text"},
-        modalities=["text"],
-        service_tier="auto",
-    )
-    await accepted_completion(suffix=None, best_of=1)
+    neutral = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "service_tier": "auto",
+    }
+    chatted = await accepted_chat(seed=1, **neutral)
+    assert without_id(chatted) == without_id(await accepted_chat(seed=1))
+    completed = await accepted_completion(seed=1, suffix=None, best_of=1)
+    assert without_id(completed) == without_id(await accepted_completion(seed=1))
 
 
 async def test_accepted_bookkeeping_fields_change_nothing() -> None:
-    await accepted_chat(
-        user="u", metadata={"a": "b"}, store=False, safety_identifier="x", prompt_cache_key="k"
+    kept = await accepted_chat(
+        seed=1, user="u", metadata={"a": "b"}, store=False, safety_identifier="x", prompt_cache_key="k"
     )
+    assert without_id(kept) == without_id(await accepted_chat(seed=1))
 
 
 async def test_an_unknown_field_is_refused_with_near_matches_and_the_valid_ones() -> None:
