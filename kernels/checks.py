@@ -44,6 +44,19 @@ def check_decode(
         assert sinks.dtype is torch.float32 and sinks.shape == (heads,) and sinks.is_contiguous()
 
 
+def check_mass(mass: torch.Tensor | None, reduce: torch.Tensor | None, batch: int, kv_heads: int) -> None:
+    """Both or neither: mass f32[batch,Hk,M], its last dim contiguous, and reduce int32[batch]."""
+    if mass is None or reduce is None:
+        assert mass is None and reduce is None, "mass and reduce come together"
+        return
+    assert mass.dtype is torch.float32 and mass.is_cpu and mass.dim() == 3, "mass must be f32[B,Hk,M]"
+    assert mass.shape[:2] == (batch, kv_heads), f"mass is {tuple(mass.shape)}, want [{batch},{kv_heads},M]"
+    assert mass.stride(2) == 1, "slots of mass must be contiguous"
+    assert reduce.dtype is torch.int32 and reduce.shape == (batch,) and reduce.is_contiguous(), (
+        "reduce must be int32[B]"
+    )
+
+
 def check_vectors(k: torch.Tensor, v: torch.Tensor, layout: PageLayout, lead: tuple[int, ...]) -> None:
     """k and v [*lead, D] in the layout's dtype, each vector contiguous."""
     shape = (*lead, layout.head_dim)
@@ -58,3 +71,17 @@ def check_span(tables: torch.Tensor, layout: PageLayout, start: int, stop: int) 
     assert 0 <= start <= stop <= tables.shape[1] * layout.slots, (
         f"slots [{start}, {stop}) leave the page list"
     )
+
+
+def check_columns(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """q [Hq,T,D], k [Hk,>=start+T,D] of one dtype, lse f32[Hq,T] (any strides), out f32[Hk,>=start+T]."""
+    assert q.dim() == 3 and k.dim() == 3 and q.shape[2] == k.shape[2], "want q [Hq,T,D] and k [Hk,N,D]"
+    assert q.dtype is k.dtype and q.dtype in (torch.float32, torch.bfloat16), f"q {q.dtype}, k {k.dtype}"
+    assert q.is_cpu and k.is_cpu and q.stride(2) == 1 and k.stride(2) == 1, "q and k rows must be contiguous"
+    heads, count, _ = q.shape
+    kv_heads, stop = k.shape[0], start + count
+    assert heads % kv_heads == 0, f"{heads} query heads do not divide over {kv_heads} kv heads"
+    assert 0 <= start <= stop <= k.shape[1], f"queries [{start}, {stop}) of {k.shape[1]} keys"
+    assert lse.dtype is torch.float32 and lse.shape == (heads, count) and lse.is_cpu, "lse must be f32[Hq,T]"
+    assert out.dtype is torch.float32 and out.dim() == 2 and out.shape[0] == kv_heads and out.stride(1) == 1
+    assert stop <= out.shape[1], f"keys [0, {stop}) of a column for {out.shape[1]}"

@@ -1,4 +1,4 @@
-"""The page operations for machines without a C++ compiler, in plain torch.
+"""The operations of `kernels.ops` for machines without a C++ compiler, in plain torch.
 
 Pages are gathered into dense rows and the query heads of a group share one matrix product. Sequences are
 computed one by one, so that a result never depends on what else is in the batch.
@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_decode, check_pool, check_span, check_tables, check_vectors
+from kernels.checks import (
+    check_columns,
+    check_decode,
+    check_mass,
+    check_pool,
+    check_span,
+    check_tables,
+    check_vectors,
+)
 from kernels.layout import TILE, PageLayout
-from kernels.reference import copy_page, gather, gather_heads, read_pages
+from kernels.reference import UNOBSERVED, copy_page, gather, gather_heads, read_pages, reduce_group
 
 __all__ = [
     "append",
+    "column_sums",
     "copy_page",
     "gather",
     "gather_heads",
@@ -35,11 +44,14 @@ def paged_decode_attention(
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    reduce: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.paged_decode_attention`. Computed in fp32 throughout."""
     check_pool(pool, layout)
     check_tables(tables, lengths, rows, q.shape[0])
     check_decode(q, layout, tables, starts, sinks)
+    check_mass(mass, reduce, q.shape[0], tables.shape[1])
     kv_heads = tables.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
@@ -65,6 +77,12 @@ def paged_decode_attention(
         if grouped_sinks is not None:
             total = total + torch.exp(grouped_sinks[..., None] - top)
         out[b] = (weights @ v / total).flatten(0, 1)
+        if mass is not None and reduce is not None and reduce[b] != UNOBSERVED:
+            assert longest <= mass.shape[2], f"row {row}: {longest} slots, mass holds {mass.shape[2]}"
+            found = reduce_group(weights / total, int(reduce[b]))
+            for head, stop in enumerate(stops.tolist()):
+                skipped = first * layout.slots
+                mass[b, head, start:stop] = found[head, start - skipped : stop - skipped]
     return out, lse
 
 
@@ -165,3 +183,40 @@ def _write(
     else:
         data[:, :, 0].unflatten(2, (layout.padded_dim, TILE))[page, tile, :, token] = k
         data[:, :, 1].unflatten(2, (TILE, layout.padded_dim))[page, tile, token] = v
+
+
+_COLUMNS = 128
+"""Keys of one product in `column_sums`: few enough that little work above the diagonal is done in vain."""
+
+
+def column_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    start: int,
+    out: torch.Tensor,
+    *,
+    softcap: float = 0.0,
+) -> None:
+    """See `kernels.reference.column_sums`. Computed in fp32 throughout."""
+    check_columns(q, k, lse, start, out)
+    kv_heads, stop = k.shape[0], start + q.shape[1]
+    queries = q.float().unflatten(0, (kv_heads, -1))
+    log_sums = lse.unflatten(0, (kv_heads, -1)).unsqueeze(-1)
+    positions = torch.arange(stop)
+    group = queries.shape[1]
+    for head in range(kv_heads):
+        for first in range(0, stop, _COLUMNS):
+            last = min(stop, first + _COLUMNS)
+            above = max(0, first - start)  # rows that see none of these keys
+            rows = queries[head, :, above:]
+            logits = (rows.reshape(-1, q.shape[2]) @ k[head, first:last].float().T).view(
+                group, -1, last - first
+            )
+            logits *= scale
+            if softcap > 0.0:
+                logits = torch.tanh(logits.div_(softcap)).mul_(softcap)
+            weights = logits.sub_(log_sums[head, :, above:]).exp_()
+            weights.masked_fill_(positions[first:last] > positions[start + above :, None], 0.0)
+            out[head, first:last] += weights.sum(dim=(0, 1)) / group

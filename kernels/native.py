@@ -1,4 +1,4 @@
-"""The page operations in C++, called through ctypes, which releases the GIL while they run.
+"""The operations of `kernels.ops` in C++, called through ctypes, which releases the GIL while they run.
 
 Shapes and contracts: `kernels.reference`. The wrappers check shapes, strides and dtypes before memory is
 touched; the C++ side checks every row, length and page id it follows. Runs on torch.get_num_threads() threads.
@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 
 from kernels import build
-from kernels.checks import check_decode, check_pool, check_span, check_tables, check_vectors
+from kernels.checks import (
+    check_columns,
+    check_decode,
+    check_mass,
+    check_pool,
+    check_span,
+    check_tables,
+    check_vectors,
+)
 from kernels.layout import PageLayout
 
 _DECODE = [
@@ -23,7 +31,8 @@ _DECODE = [
     *(c_void_p, c_int64, c_int64, c_int64),  # tables, strides, pages per head
     *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),  # starts, lengths, rows
     *(c_int, c_int, c_int, c_int),  # sequences, batch, kv heads, query heads per kv head
-    *(c_float, c_float, c_void_p, c_int),  # scale, softcap, sinks, threads
+    *(c_float, c_float, c_void_p),  # scale, softcap, sinks
+    *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),  # mass, its strides and slots, reduce, threads
 ]
 _APPEND = [
     *(c_void_p, c_int64, c_int64, c_int, c_int),  # pool
@@ -37,7 +46,19 @@ _MOVE = [
     *(c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int),  # k, v, strides, threads
 ]
 _COPY_PAGE = [c_void_p, c_int64, c_int64, c_int64, c_int64]
-_STATUS = ("", "a row outside the tables", "a length or start outside the pages", "a page outside the pool")
+_COLUMNS = [
+    *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),  # out, q, k, strides
+    *(c_void_p, c_int64, c_int64, c_int, c_int),  # lse, its strides, is bf16, head size
+    *(c_int, c_int, c_int64, c_int64),  # kv heads, query heads per kv head, first position, queries
+    *(c_float, c_float, c_int),  # scale, softcap, threads
+]
+_STATUS = (
+    "",
+    "a row outside the tables",
+    "a length or start outside the pages",
+    "a page outside the pool",
+    "an observed length outside the mass, or an unknown reduce code",
+)
 
 
 class NativeKernels:
@@ -50,6 +71,7 @@ class NativeKernels:
         self._append = self._function("kvtide_append", _APPEND)
         self._move = self._function("kvtide_move", _MOVE)
         self._copy_page = self._function("kvtide_copy_page", _COPY_PAGE)
+        self._columns = self._function("kvtide_columns", _COLUMNS)
         self._library.kvtide_isa.restype = ctypes.c_char_p
         self.isa: str = self._library.kvtide_isa().decode()
 
@@ -72,31 +94,33 @@ class NativeKernels:
         *,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        mass: torch.Tensor | None = None,
+        reduce: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.reference.paged_decode_attention`."""
         check_pool(pool, layout)
         check_tables(tables, lengths, rows, q.shape[0])
         check_decode(q, layout, tables, starts, sinks)
+        check_mass(mass, reduce, q.shape[0], tables.shape[1])
         batch, heads, dim = q.shape
         sequences, kv_heads, pages = tables.shape
         out = torch.empty((batch, heads, dim), dtype=q.dtype)
         lse = torch.empty((batch, heads), dtype=torch.float32)
-        q_row, q_head, _ = q.stride()
-        table_row, table_head, _ = tables.stride()
+        observed: tuple[int | None, ...] = (None, 0, 0, 0, None)
+        if mass is not None and reduce is not None:
+            observed = (mass.data_ptr(), *mass.stride()[:2], mass.shape[2], reduce.data_ptr())
         status = self._decode(
             out.data_ptr(),
             lse.data_ptr(),
             q.data_ptr(),
-            q_row,
-            q_head,
+            *q.stride()[:2],
             pool.data_ptr(),
             pool.shape[0],
             layout.page_bytes,
             layout.dtype is torch.bfloat16,
             dim,
             tables.data_ptr(),
-            table_row,
-            table_head,
+            *tables.stride()[:2],
             pages,
             starts.data_ptr(),
             starts.stride(0),
@@ -110,6 +134,7 @@ class NativeKernels:
             scale,
             softcap,
             None if sinks is None else sinks.data_ptr(),
+            *observed,
             torch.get_num_threads(),
         )
         assert status == 0, _STATUS[status]
@@ -253,6 +278,47 @@ class NativeKernels:
         """See `kernels.reference.copy_page`."""
         assert pool.is_contiguous() and pool.dtype is torch.uint8
         status = self._copy_page(pool.data_ptr(), pool.shape[0], pool.shape[1], src, dst)
+        assert status == 0, _STATUS[status]
+
+    def column_sums(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        start: int,
+        out: torch.Tensor,
+        *,
+        softcap: float = 0.0,
+    ) -> None:
+        """See `kernels.reference.column_sums`. Products of bf16 pairs where the machine has them, sums in fp32."""
+        check_columns(q, k, lse, start, out)
+        heads, count, dim = q.shape
+        kv_heads = k.shape[0]
+        q_head, q_row, _ = q.stride()
+        k_head, k_row, _ = k.stride()
+        status = self._columns(
+            out.data_ptr(),
+            out.stride(0),
+            q.data_ptr(),
+            q_head,
+            q_row,
+            k.data_ptr(),
+            k_head,
+            k_row,
+            lse.data_ptr(),
+            lse.stride(0),
+            lse.stride(1),
+            q.dtype is torch.bfloat16,
+            dim,
+            kv_heads,
+            heads // kv_heads,
+            start,
+            count,
+            scale,
+            softcap,
+            torch.get_num_threads(),
+        )
         assert status == 0, _STATUS[status]
 
 

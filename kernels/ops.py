@@ -1,4 +1,4 @@
-"""The page operations everybody calls, and the one place that chooses who computes them.
+"""The operations everybody calls, and the one place that chooses who computes them.
 
 The native implementation is built on first use; without a working C++ compiler, or with KVTIDE_KERNELS=torch, plain
 torch does the same work several times slower, and says so once in the log. Contracts: `kernels.reference`.
@@ -37,6 +37,8 @@ class Kernels(Protocol):
         *,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        mass: torch.Tensor | None = None,
+        reduce: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def append(
@@ -94,6 +96,18 @@ class Kernels(Protocol):
 
     def copy_page(self, pool: torch.Tensor, src: int, dst: int) -> None: ...
 
+    def column_sums(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        start: int,
+        out: torch.Tensor,
+        *,
+        softcap: float = 0.0,
+    ) -> None: ...
+
 
 def requested() -> str:
     """The environment's choice: KVTIDE_KERNELS is `native` (the default) or `torch`. ValueError otherwise."""
@@ -135,10 +149,26 @@ def paged_decode_attention(
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    reduce: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token per sequence over its pages: out [B,Hq,D] and lse f32[B,Hq]."""
+    """Attention of one query token per sequence over its pages: out [B,Hq,D] and lse f32[B,Hq].
+
+    mass f32[B,Hk,M] receives the probability of each slot for sequences whose reduce int32[B] says how.
+    """
     return _chosen()[1].paged_decode_attention(
-        q, pool, layout, tables, starts, lengths, rows, scale, softcap=softcap, sinks=sinks
+        q,
+        pool,
+        layout,
+        tables,
+        starts,
+        lengths,
+        rows,
+        scale,
+        softcap=softcap,
+        sinks=sinks,
+        mass=mass,
+        reduce=reduce,
     )
 
 
@@ -208,3 +238,17 @@ def gather_heads(
 def copy_page(pool: torch.Tensor, src: int, dst: int) -> None:
     """Copy every byte of page src onto page dst."""
     _chosen()[1].copy_page(pool, src, dst)
+
+
+def column_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    start: int,
+    out: torch.Tensor,
+    *,
+    softcap: float = 0.0,
+) -> None:
+    """Add to out f32[Hk,M] the causal attention that keys [Hk,N,D] get from queries [Hq,T,D] at start .. start+T-1."""
+    _chosen()[1].column_sums(q, k, lse, scale, start, out, softcap=softcap)

@@ -1,4 +1,4 @@
-"""The specification of the page operations, in plain torch: slow, obvious, computed in float64.
+"""The specification of the operations in `kernels.ops`, in plain torch: slow, obvious, computed in float64.
 
 Every other implementation has these signatures and is tested against this file. Shapes: B sequences of the batch,
 S rows of the sequence tables, Hq query heads, Hk kv heads (Hq = Hk * G), D head size, P pages per head.
@@ -9,8 +9,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_decode, check_pool, check_span, check_tables, check_vectors
+from kernels.checks import (
+    check_columns,
+    check_decode,
+    check_mass,
+    check_pool,
+    check_span,
+    check_tables,
+    check_vectors,
+)
 from kernels.layout import TILE, PageLayout
+
+UNOBSERVED, GROUP_MEAN, GROUP_MAX = 0, 1, 2  # codes of `reduce` in paged_decode_attention
 
 
 def _tiles(pool: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +63,12 @@ def _write_slot(
         keys[0, tile, token], values[0, tile, token] = padded[0], padded[1]
 
 
+def reduce_group(weights: torch.Tensor, reduce: int) -> torch.Tensor:
+    """Probabilities [...,G,N] over the query heads of a group: [...,N], GROUP_MEAN or GROUP_MAX."""
+    assert reduce in (GROUP_MEAN, GROUP_MAX), f"unknown reduce code {reduce}"
+    return weights.mean(dim=-2) if reduce == GROUP_MEAN else weights.amax(dim=-2)
+
+
 def paged_decode_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
@@ -65,6 +81,8 @@ def paged_decode_attention(
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
+    reduce: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query token per sequence against its paged keys and values.
 
@@ -72,11 +90,16 @@ def paged_decode_attention(
     Sequence b uses row r = rows[b]; kv head h covers slots starts[r] <= i < lengths[r,h], at least one. Pages
     wholly before `starts` and table entries past the length are never read. A positive softcap c turns a scaled
     logit x into c * tanh(x / c). Sinks add exp(sink) to the softmax denominator only.
+    mass f32[B,Hk,M] and reduce int32[B], both or neither: where reduce[b] is GROUP_MEAN or GROUP_MAX, mass[b,h,i]
+    becomes the softmax probability, sinks in the denominator, of slot i of the row, starts <= i < lengths, as the
+    mean or the largest over the head's query heads; M is at least the longest such length. Every other entry, and
+    all of sequences whose reduce[b] is UNOBSERVED, stays as it was. Observing changes no bit of the results.
     Returns out [B,Hq,D] in q's dtype and lse f32[B,Hq]: the natural log of the sum of exp(logit), sinks left out.
     """
     check_pool(pool, layout)
     check_tables(tables, lengths, rows, q.shape[0])
     check_decode(q, layout, tables, starts, sinks)
+    check_mass(mass, reduce, q.shape[0], tables.shape[1])
     out = torch.empty(q.shape, dtype=torch.float64)
     lse = torch.empty(q.shape[:2], dtype=torch.float64)
     group = q.shape[1] // tables.shape[1]
@@ -98,8 +121,12 @@ def paged_decode_attention(
                 logits = softcap * torch.tanh(logits / softcap)
             log_sum = torch.logsumexp(logits, dim=-1)
             total = log_sum if sinks is None else torch.logaddexp(log_sum, sinks[queries].double())
-            out[b, queries] = torch.exp(logits - total[:, None]) @ v
+            weights = torch.exp(logits - total[:, None])
+            out[b, queries] = weights @ v
             lse[b, queries] = log_sum
+            if mass is not None and reduce is not None and reduce[b] != UNOBSERVED:
+                assert stop <= mass.shape[2], f"row {row}: {stop} slots, mass holds {mass.shape[2]}"
+                mass[b, head, start:stop] = reduce_group(weights, int(reduce[b]))
     return out.to(q.dtype), lse.float()
 
 
@@ -198,3 +225,33 @@ def copy_page(pool: torch.Tensor, src: int, dst: int) -> None:
     """Copy every byte of page src onto page dst."""
     assert 0 <= src < pool.shape[0] and 0 <= dst < pool.shape[0], f"pages {src}, {dst} of {pool.shape[0]}"
     pool[dst] = pool[src]
+
+
+def column_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    start: int,
+    out: torch.Tensor,
+    *,
+    softcap: float = 0.0,
+) -> None:
+    """Add to `out` the causal attention that each key gets from T more queries of a prompt.
+
+    q [Hq,T,D], queries at positions start .. start + T - 1; k [Hk,N,D], keys at positions 0 .. N - 1 in q's dtype,
+    N >= start + T; lse f32[Hq,T], the natural log of each query's softmax denominator, attention sinks included;
+    out f32[Hk,M], M >= start + T. out[h,j] += the mean over the query heads of kv head h of the sum over rows at
+    positions i >= j of exp(logit - lse); later entries stay as they were. Logits and softcap as in
+    `paged_decode_attention`. Adding a prompt piece by piece gives the column sums of its whole causal attention.
+    """
+    check_columns(q, k, lse, start, out)
+    kv_heads, stop = k.shape[0], start + q.shape[1]
+    future = torch.arange(stop) > torch.arange(start, stop)[:, None]
+    for head in range(kv_heads):
+        queries, log_sums = (rows.unflatten(0, (kv_heads, -1))[head].double() for rows in (q, lse))
+        logits = queries @ k[head, :stop].double().T * scale
+        if softcap > 0.0:
+            logits = softcap * torch.tanh(logits / softcap)
+        weights = torch.exp(logits - log_sums[..., None]).masked_fill(future, 0.0)
+        out[head, :stop] += weights.sum(dim=1).mean(dim=0)

@@ -1,56 +1,21 @@
 // Paged decode attention: one query token per sequence over the pages of its kv heads.
 //
 // A task is (sequence, kv head, split of 512 slots counted from slot 0). Whoever finishes the last split of a head
-// merges all of them in split order, so results depend on neither the batch nor the number of threads.
+// merges all of them in split order, so results depend on neither the batch nor the number of threads. Sequences
+// that are observed keep their softmax weights until then (mass.h).
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
-#include <new>
 
-#include "dots.h"
+#include "mass.h"
+#include "scratch.h"
 
 namespace kvtide {
 namespace {
 
-constexpr int64_t SPLIT = 512;
 constexpr int64_t AHEAD = 4;  // tiles between the one computed and the one prefetched
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
-
-// Grow-only 64-byte aligned memory, one per thread and use: a decode step allocates nothing.
-class Scratch {
-public:
-    ~Scratch() { std::free(memory_); }
-    char* get(size_t bytes) {
-        if (bytes > size_) {
-            std::free(memory_);
-            size_ = (bytes + 4095) / 4096 * 4096;
-            memory_ = std::aligned_alloc(64, size_);
-            if (!memory_) {
-                size_ = 0;
-                throw std::bad_alloc();
-            }
-        }
-        return (char*)memory_;
-    }
-
-private:
-    void* memory_ = nullptr;
-    size_t size_ = 0;
-};
-
-template <class T>
-T* take(char*& from, size_t count) {
-    T* taken = reinterpret_cast<T*>(from);
-    from += (count * sizeof(T) + 63) / 64 * 64;
-    return taken;
-}
-
-template <class T>
-size_t room(size_t count) {
-    return (count * sizeof(T) + 63) / 64 * 64;
-}
 
 struct Call {
     void* out;
@@ -68,12 +33,18 @@ struct Call {
     int sequences, batch, heads, group;
     float scale, softcap;
     const float* sinks;
+    float* mass;
+    int64_t mass_row, mass_head, mass_slots;
+    const int32_t* reduce;
     int threads;
+
+    int reduction(int b) const { return mass ? reduce[b] : UNOBSERVED; }
 };
 
 struct Task {
     int b, head, split, splits;  // split of splits of this head; its partial result is the task's number
     int64_t first_split;
+    float* kept;  // where it keeps its weights for the mass, or null
 };
 
 // What one split hands to the merge, per query head: maximum, sum and weighted values.
@@ -100,8 +71,8 @@ public:
         clean[1] = take<E>(at, f.value_offset);
     }
 
-    // Computes one task into part. `next` is what this thread computes afterwards, or null: its first tiles are
-    // brought into the cache while this task ends.
+    // Computes one task into part and task.kept. `next` is what this thread computes afterwards, or null: its first
+    // tiles are brought into the cache while this task ends.
     int run(const Task& task, const Task* next, const Partial& part) {
         now = span_of(task);
         after = next ? span_of(*next) : now;
@@ -113,7 +84,7 @@ public:
         std::fill(lane_sums, lane_sums + c.group * LANES, 0.0f);
         std::fill(part.acc, part.acc + (int64_t)c.group * f.padded, 0.0f);
         for (int64_t chunk = begin / CHUNK * CHUNK; chunk < end; chunk += CHUNK)
-            run_chunk(std::max(begin, chunk), std::min(end, chunk + CHUNK), part);
+            run_chunk(std::max(begin, chunk), std::min(end, chunk + CHUNK), part, task.kept);
         for (int g = 0; g < c.group; ++g) part.sum[g] = reduce_add(load(lane_sums + g * LANES));
         return OK;
     }
@@ -162,8 +133,8 @@ private:
         }
     }
 
-    // Slots [begin, end) of at most CHUNK_TILES tiles.
-    void run_chunk(int64_t begin, int64_t end, const Partial& part) {
+    // Slots [begin, end) of at most CHUNK_TILES tiles. `kept` is the task's, or null.
+    void run_chunk(int64_t begin, int64_t end, const Partial& part, float* kept) {
         const int64_t first = begin / TILE, count = (end - 1) / TILE + 1 - first;
         const E *keys[CHUNK_TILES], *vals[CHUNK_TILES], *next_keys[CHUNK_TILES], *next_vals[CHUNK_TILES];
         for (int64_t n = 0; n < count; ++n) {
@@ -176,7 +147,13 @@ private:
                 logits_block<E, decltype(size)::value>(keys, g ? keys : next_keys, (int)count,
                                                        q + (int64_t)g * f.padded, f.padded, scores + g * CHUNK);
             });
-        for (int g = 0; g < c.group; ++g) softmax(g, (int)count, lead, trail, part);
+        const int64_t tile = first % (SPLIT / TILE);
+        for (int g = 0; g < c.group; ++g) {
+            // Unobserved sequences write over their scores: one path for both, so that observing changes no bit.
+            float* weight = kept ? Kept(kept, c.group).weights + g * SPLIT + tile * TILE : scores + g * CHUNK;
+            softmax(g, (int)count, lead, trail, part, weight);
+            if (kept) Kept(kept, c.group).tops[g * LANES + tile / CHUNK_TILES] = part.top[g];
+        }
         if (lead) vals[0] = cleaned(vals[0], clean[0], 0, lead);
         if (trail) vals[count - 1] = cleaned(vals[count - 1], clean[1], TILE - trail, TILE);
         for (int g = 0; g < c.group; g += block_size(g))
@@ -210,8 +187,9 @@ private:
         return copy;
     }
 
-    // Scores of query head g to weights: updates its maximum and sum, leaves the factor of older values in decay.
-    void softmax(int g, int count, int lead, int trail, const Partial& part) {
+    // Scores of query head g to weights, and to `exact` unrounded: updates its maximum and sum, leaves the factor of
+    // older values in decay.
+    void softmax(int g, int count, int lead, int trail, const Partial& part, float* exact) {
         float* s = scores + g * CHUNK;
         const F16 scale = splat(c.scale);
         for (int n = 0; n < count; ++n) {
@@ -231,6 +209,7 @@ private:
         for (int n = 0; n < count; ++n) {
             const F16 p = exp(add(load(s + n * TILE), minus_top));
             sum = add(sum, p);
+            store(exact + n * TILE, p);
             put_weights(weights + g * CHUNK + n * TILE, p);
         }
         float* total = lane_sums + g * LANES;
@@ -258,7 +237,8 @@ private:
 inline void put(float* to, float x) { *to = x; }
 inline void put(uint16_t* to, float x) { *to = float_to_bf16(x); }
 
-// Joins the splits of one head in their order and writes its output rows.
+// Joins the splits of one head in their order and writes its output rows; leaves each query head's maximum and sum,
+// sinks included, in the first split's.
 template <class E>
 void merge(const Call& c, const Format<E>& f, const Task& task, float* partials, int64_t stride) {
     for (int g = 0; g < c.group; ++g) {
@@ -282,9 +262,23 @@ void merge(const Call& c, const Format<E>& f, const Task& task, float* partials,
             factor = std::exp(top - above);
             sum = sum * factor + std::exp(sink - above);
             for (int d = 0; d < f.dim; ++d) acc[d] *= factor;
+            top = above;
         }
+        first.top[g] = top, first.sum[g] = sum;
         E* out = (E*)c.out + head * f.dim;
         for (int d = 0; d < f.dim; ++d) put(out + d, acc[d] / sum);
+    }
+}
+
+// The mass of a merged head from what its splits, the first of which is `task`, kept.
+void observe(const Call& c, const Task& task, const Partial& merged) {
+    const int64_t row = c.rows[task.b];
+    const int64_t start = c.starts[row * c.start_stride], stop = c.lengths[row * c.length_row + task.head];
+    float* mass = c.mass + task.b * c.mass_row + task.head * c.mass_head;
+    for (int i = 0; i < task.splits; ++i) {
+        const int64_t base = (task.first_split + i) * SPLIT;
+        write_mass(Kept(task.kept + i * Kept::floats(c.group), c.group), c.group, c.reduce[task.b] == GROUP_MEAN,
+                   merged.top, merged.sum, std::max(start, base), std::min(stop, base + SPLIT), mass);
     }
 }
 
@@ -294,6 +288,8 @@ int count_splits(const Call& c, int64_t slots, int b, int head, int64_t& first, 
     if (row < 0 || row >= c.sequences) return BAD_ROW;
     const int64_t start = c.starts[row * c.start_stride], stop = c.lengths[row * c.length_row + head];
     if (start < 0 || start >= stop || stop > c.pages * slots) return BAD_SPAN;
+    const int reduction = c.reduction(b);
+    if (reduction < UNOBSERVED || reduction > GROUP_MAX || (reduction && stop > c.mass_slots)) return BAD_MASS;
     first = start / SPLIT;
     splits = (stop - 1) / SPLIT + 1 - first;
     return OK;
@@ -303,24 +299,30 @@ template <class E>
 int decode(const Call& c) {
     static thread_local Scratch shared;
     const Format<E> f(c.page_bytes, c.dim);
-    int64_t tasks = 0;
+    int64_t tasks = 0, observed = 0;
     for (int i = 0; i < c.batch * c.heads; ++i) {
         int64_t first, splits;
         if (const int status = count_splits(c, f.slots(), i / c.heads, i % c.heads, first, splits)) return status;
         tasks += splits;
+        if (c.reduction(i / c.heads)) observed += splits;
     }
     const int64_t stride = (Partial::floats(c.group, f.padded) + 15) / 16 * 16;
     const int64_t all_heads = (int64_t)c.batch * c.heads;
-    char* at = shared.get(room<Task>(tasks) + room<std::atomic<int>>(all_heads) + room<float>(tasks * stride));
+    char* at = shared.get(room<Task>(tasks) + room<std::atomic<int>>(all_heads) + room<float>(tasks * stride) +
+                          room<float>(observed * Kept::floats(c.group)));
     Task* list = take<Task>(at, tasks);
     auto* left = take<std::atomic<int>>(at, all_heads);
     float* partials = take<float>(at, tasks * stride);
+    float* kept = take<float>(at, observed * Kept::floats(c.group));
     for (int64_t i = 0, n = 0; i < all_heads; ++i) {
         int64_t first = 0, splits = 0;
         count_splits(c, f.slots(), (int)(i / c.heads), (int)(i % c.heads), first, splits);
         new (left + i) std::atomic<int>((int)splits);
-        for (int s = 0; s < splits; ++s, ++n)
-            list[n] = Task{(int)(i / c.heads), (int)(i % c.heads), s, (int)splits, first};
+        const bool wanted = c.reduction((int)(i / c.heads));
+        for (int s = 0; s < splits; ++s, ++n) {
+            list[n] = Task{(int)(i / c.heads), (int)(i % c.heads), s, (int)splits, first, wanted ? kept : nullptr};
+            if (wanted) kept += Kept::floats(c.group);
+        }
     }
     std::atomic<int64_t> next{0};
     std::atomic<int> status{OK};
@@ -333,8 +335,11 @@ int decode(const Call& c) {
             then = next++;
             const Task &task = list[n], *follower = then < tasks ? list + then : nullptr;
             if (const int bad = worker.run(task, follower, Partial(partials + n * stride, c.group))) status = bad;
-            if (--left[(int64_t)task.b * c.heads + task.head] == 0)
-                merge(c, f, task, partials + (n - task.split) * stride, stride);
+            if (--left[(int64_t)task.b * c.heads + task.head] == 0) {
+                float* first = partials + (n - task.split) * stride;
+                merge(c, f, task, first, stride);
+                if (task.kept) observe(c, list[n - task.split], Partial(first, c.group));
+            }
         }
     }
     return status;
@@ -344,16 +349,19 @@ int decode(const Call& c) {
 }  // namespace kvtide
 
 // Strides count elements. starts int32[sequences], lengths int32[sequences][heads], rows int32[batch].
+// mass null: nothing is observed, reduce is not read. Otherwise mass [batch][heads][mass_slots], reduce int32[batch].
 extern "C" int kvtide_decode(void* out, float* lse, const void* q, int64_t q_row, int64_t q_head, const void* pool,
                              int64_t num_pages, int64_t page_bytes, int bf16, int dim, const int32_t* tables,
                              int64_t table_row, int64_t table_head, int64_t pages, const int32_t* starts,
                              int64_t start_stride, const int32_t* lengths, int64_t length_row, const int32_t* rows,
                              int sequences, int batch, int heads, int group, float scale, float softcap,
-                             const float* sinks, int threads) {
+                             const float* sinks, float* mass, int64_t mass_row, int64_t mass_head,
+                             int64_t mass_slots, const int32_t* reduce, int threads) {
     const kvtide::Call call{out,    lse,        q,       q_row,        q_head,     (const char*)pool, num_pages,
                             page_bytes, dim,    tables,  table_row,    table_head, pages,             starts,
                             lengths, start_stride, length_row, rows,   sequences,  batch,             heads,
-                            group,  scale,      softcap, sinks,        threads};
+                            group,  scale,      softcap, sinks,        mass,       mass_row,          mass_head,
+                            mass_slots, reduce, threads};
     return bf16 ? kvtide::decode<uint16_t>(call) : kvtide::decode<float>(call);
 }
 

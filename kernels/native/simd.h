@@ -41,13 +41,16 @@ inline F16 splat(float x) {
     return r;
 }
 
+// Part by part: a copy of the whole would go through memory on machines with several parts.
 inline F16 load(const float* from) {
     F16 r;
-    std::memcpy(&r, from, sizeof r);
+    KVTIDE_EACH std::memcpy(&r.part[i], from + KVTIDE_WIDTH * i, sizeof r.part[i]);
     return r;
 }
 
-inline void store(float* to, const F16& x) { std::memcpy(to, &x, sizeof x); }
+inline void store(float* to, const F16& x) {
+    KVTIDE_EACH std::memcpy(to + KVTIDE_WIDTH * i, &x.part[i], sizeof x.part[i]);
+}
 
 inline F16 add(const F16& a, const F16& b) {
     F16 r;
