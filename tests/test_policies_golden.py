@@ -1,187 +1,183 @@
-"""SnapKV against golden vectors: other people's code, and the project's canon (tests/golden/README.md)."""
+"""Prompt selection against golden vectors: every case of kvpress on tiny models, and the project's own canon.
+
+Other codes and real weights are in test_policies_golden_parity.py.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_policies import (
+    ATOL,
+    GOLDEN,
+    RTOL,
+    Case,
+    assert_same_sets,
+    assert_scores,
+    cases_of,
+    golden_sets,
+    kept_sets,
+    load,
+    policy,
+    snapkv,
+    view,
+)
+from policy_views import one_thread  # noqa: F401
 
-from kernels.select import pool_scores, select_topk
-from kernels.window import window_scores
-from policies import LayerView, Policy, get_policy, make_recipe
-
-GOLDEN = Path(__file__).parent / "golden"
-RTOL_SCORES = 1e-5
-ATOL_SCORES = 1e-9
-
-Case = dict[str, Any]
-
-
-@cache
-def load(file: str) -> tuple[dict[str, np.ndarray], dict[str, Case]]:
-    with np.load(GOLDEN / file) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    cases = json.loads(str(arrays["meta"]))["cases"]
-    return arrays, {case["name"]: case for case in cases}
-
-
-def named(file: str, method: str, *, granularity: str | None = None) -> list[str]:
-    cases = load(file)[1].values()
-    return [
-        case["name"]
-        for case in cases
-        if case["method"] == method and granularity in (None, case["params"].get("granularity"))
-    ]
+from kernels.rotary import Rotation
+from policies import Policy, make_recipe
+from policies.budget import LayerShape, plan_budgets
+from policies.critical import criticality
 
 
-def snapkv(params: Case, sinks: int) -> Policy:
-    pool = params["pool"].removesuffix("pool")
-    return get_policy(
-        make_recipe(
-            policy="snapkv",
-            budget=params["budget"],
-            window=params["window"],
-            kernel=params["kernel"],
-            pool=pool,
-            sinks=sinks,
-        )
-    )
-
-
-def view(queries: np.ndarray, keys: np.ndarray, policy: Policy, layer: int = 0) -> LayerView:
-    """A prompt as long as `keys` [Hk, N, D]; `queries` holds at least its last window."""
-    k = torch.from_numpy(keys)
-    wanted = policy.queries_wanted(k.shape[1])
-    q = torch.from_numpy(queries)[:, queries.shape[1] - wanted :]
-    return LayerView(layer, k, k, q, scale=k.shape[2] ** -0.5)
-
-
-def golden_sets(arrays: dict[str, np.ndarray], name: str, layer: int, heads: int) -> list[set[int]]:
-    flat, off = arrays[f"{name}/kept_flat"], arrays[f"{name}/kept_off"]
-    rows = range(layer * heads, (layer + 1) * heads)
-    return [set(flat[off[row] : off[row + 1]].tolist()) for row in rows]
-
-
-def assert_same_set(kept: list[int], golden: set[int], scores: torch.Tensor, protected: set[int]) -> None:
-    """Equal sets, but for positions that score within the README's tolerance of the boundary."""
-    assert len(set(kept)) == len(kept) == len(golden)
-    differing = set(kept) ^ golden
-    if not differing:
-        return
-    boundary = min(float(scores[j]) for j in kept if j not in protected)
-    tolerance = min(1e-6 * max(1.0, abs(boundary)), 1e-4 * abs(boundary))
-    assert all(abs(float(scores[j]) - boundary) <= tolerance for j in differing), differing
-
-
-def check_case(
-    arrays: dict[str, np.ndarray], name: str, policy: Policy, layers: list[LayerView], score_factor: float
-) -> None:
-    params = policy.recipe
-    for index, layer in enumerate(layers):
-        prefix = layer.tokens - params.window
-        selection = policy.select(layer)
-        scores = policy.score(layer)
-        if f"{name}/scores" in arrays and prefix > 0:
-            golden = arrays[f"{name}/scores"][index][:, :prefix]
-            np.testing.assert_allclose(
-                scores[:, :prefix].numpy() * score_factor, golden, rtol=RTOL_SCORES, atol=ATOL_SCORES
+def kvpress(case: Case) -> Policy:
+    """The recipe that means what a kvpress case did."""
+    params, method = case["params"], case["method"]
+    # kvpress pools per query head and then reduces; for average pooling the order does not matter, to rounding.
+    press = {"order": "pool_reduce"}
+    match method:
+        case "SnapKV" | "KeyRerotation(SnapKV)" | "PyramidKV(SnapKV)":
+            return snapkv(params, **press)
+        case "AdaKV(SnapKV)":
+            return snapkv(params, **press, heads="ada", alpha=params["alpha_safeguard"])
+        case "CriticalKV(SnapKV)":
+            return snapkv(params, **press, critical=True, critical_share=params["first_stage_ratio"])
+        case "ObservedAttention":
+            return policy("h2o", params["budget"], normalize="visible_count", recent=0)
+        case "StreamingLLM" | "KeyRerotation(StreamingLLM)":
+            return policy("streaming_llm", params["budget"], sinks=params["n_sink"])
+        case "ExpectedAttention":
+            return policy(
+                "expected_attention",
+                params["budget"],
+                sinks=params["n_sink"],
+                future=params["n_future_positions"],
+                epsilon=params["epsilon"],
+                covariance=params["use_covariance"],
+                value_norm=params["use_vnorm"],
             )
-        protected = set(range(prefix, layer.tokens))
-        golden_kept = golden_sets(arrays, name, index, layer.kv_heads)
-        for head in range(layer.kv_heads):
-            assert_same_set(selection.head(head).tolist(), golden_kept[head], scores[head], protected)
+    return policy({"TOVA": "tova", "Knorm": "knorm", "KeyDiff": "keydiff"}[method], params["budget"])
+
+
+def rerotation(inputs: str) -> Rotation:
+    arrays = load("prefill_tiny")[0]
+    return Rotation(torch.from_numpy(arrays[f"{inputs}/inv_freq"]), arrays[f"{inputs}/k"].shape[-1])
+
+
+def queries_of(case: Case, layer: int) -> np.ndarray:
+    """What a case stores of the queries after RoPE; all of them where the method reads all."""
+    arrays, inputs = load("prefill_tiny")[0], case["inputs"]
+    if case["method"] == "ExpectedAttention":
+        plain = torch.from_numpy(arrays[f"{inputs}/q_pre"][layer])
+        return rerotation(inputs).rotate(plain, torch.arange(plain.shape[1])).numpy()
+    stored = f"{inputs}/q" if f"{inputs}/q" in arrays else f"{inputs}/q_last"
+    return arrays[stored][layer]
 
 
 def test_golden_files_are_the_published_ones() -> None:
     lines = (GOLDEN / "SHA256SUMS").read_text().splitlines()
     sums = {name: digest for digest, name in map(str.split, lines)}
     present = list(GOLDEN.glob("*.npz"))
-    assert {"edge_cases.npz", "prefill_tiny.npz", "prefill_official.npz"} <= {path.name for path in present}
+    wanted = {"edge_cases", "prefill_tiny", "prefill_official", "prefill_smollm2"}
+    assert wanted <= {path.stem for path in present}
     for path in present:
         assert hashlib.sha256(path.read_bytes()).hexdigest() == sums[path.name]
 
 
 def test_there_are_as_many_cases_as_expected() -> None:
-    assert len(load("edge_cases.npz")[1]) == 25
-    assert len(named("prefill_tiny.npz", "SnapKV")) == 16
-    assert len(named("prefill_official.npz", "SnapKV")) == 12
+    assert len(load("edge_cases")[1]) == 25
+    assert len(cases_of("prefill_tiny")) == 65
 
 
-@pytest.mark.parametrize("name", load("edge_cases.npz")[1])
+@pytest.mark.parametrize("name", cases_of("prefill_tiny"))
+def test_kvpress_keeps_the_same_tokens(name: str) -> None:
+    arrays, cases = load("prefill_tiny")
+    case = cases[name]
+    inputs, params, chosen = case["inputs"], case["params"], kvpress(case)
+    keys = arrays[f"{inputs}/k"]
+    layers, heads, n, _ = keys.shape
+    assert n == params["n"]
+    for layer in range(layers):
+        # Its PyramidKV has a ramp of its own (README): given as bands it is what a recipe asks for.
+        budget = case.get("budgets_per_layer", [params["budget"]] * layers)[layer]
+        seen = view(
+            chosen,
+            budget,
+            queries_of(case, layer),
+            keys[layer],
+            arrays[f"{inputs}/v"][layer] if f"{inputs}/v" in arrays else None,
+            index=layer,
+            rotation=rerotation(inputs),
+            weight=torch.from_numpy(arrays[f"{inputs}/o_proj"][layer])
+            if f"{inputs}/o_proj" in arrays
+            else None,
+        )
+        protected = chosen.protected(seen)
+        scores = chosen.score(seen)
+        if chosen.recipe.critical:
+            scores = criticality(seen, scores, protected, chosen.recipe.critical_share)
+        if f"{name}/scores" in arrays:
+            compare_scores(case, scores, arrays[f"{name}/scores"][layer])
+        golden = golden_sets(arrays, name, layer, heads)
+        kept = kept_sets(chosen, seen)
+        safe = set(torch.nonzero(protected)[:, 0].tolist())
+        assert_same_sets(kept, golden, scores, safe, together=chosen.recipe.heads == "ada")
+        if case["method"].startswith("KeyRerotation"):
+            assert_rerotated_keys(name, layer, keys[layer], kept)
+
+
+def compare_scores(case: Case, scores: torch.Tensor, golden: np.ndarray) -> None:
+    n, window = scores.shape[-1], case["params"].get("window", 0)
+    method = case["method"]
+    if method in ("StreamingLLM", "KeyRerotation(StreamingLLM)"):
+        return  # kvpress scores only say in and out
+    end = n - max(window, method == "TOVA")  # what it always keeps it lifts above all scores
+    # Scores of ObservedAttention come from eager attention, the stored queries and keys from sdpa (README).
+    rtol = 1e-4 if method == "ObservedAttention" else RTOL
+    assert_scores(scores[:, :end], golden[:, :end], rtol, 1e-8 if method == "ObservedAttention" else ATOL)
+
+
+def assert_rerotated_keys(name: str, layer: int, keys: np.ndarray, kept: list[set[int]]) -> None:
+    """Keys turned from their position to their slot, as slot positions hold them."""
+    arrays, cases = load("prefill_tiny")
+    rotation = rerotation(cases[name]["inputs"])
+    for head, positions in enumerate(map(sorted, kept)):
+        moved = torch.arange(len(positions)) - torch.tensor(positions)
+        turned = rotation.rotate(torch.from_numpy(keys[head, positions]), moved)
+        np.testing.assert_allclose(turned.numpy(), arrays[f"{name}/keys"][layer, head], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", cases_of("prefill_tiny", "PyramidKV(SnapKV)"))
+def test_a_recipe_can_spell_the_ramp_of_kvpress_as_bands(name: str) -> None:
+    budgets = load("prefill_tiny")[1][name]["budgets_per_layer"]
+    bands = {str(layer): budget for layer, budget in enumerate(budgets)}
+    params = load("prefill_tiny")[1][name]["params"]
+    recipe = make_recipe(
+        policy="snapkv", budget=params["budget"], window=params["window"], sinks=0, bands=bands
+    )
+    shapes = [LayerShape(layer, 2, 64) for layer in range(len(budgets))]
+    assert list(plan_budgets(recipe, params["n"], shapes)) == budgets
+
+
+@pytest.mark.parametrize("name", load("edge_cases")[1])
 def test_edge_cases_match_exactly_ties_included(name: str) -> None:
-    arrays, cases = load("edge_cases.npz")
+    arrays, cases = load("edge_cases")
     params = cases[name]["params"]
-    policy = snapkv(params, params["sinks"])
+    chosen = snapkv(params, sinks=params["sinks"])
     queries = arrays[f"{name}/q_last" if f"{name}/q_last" in arrays else f"{name}/q"]
     keys = arrays[f"{name}/k"]
     positions = np.arange(keys.shape[1])
     if f"{name}/valid" in arrays:  # we never see padding: a view holds the prompt's own tokens
         positions = np.flatnonzero(arrays[f"{name}/valid"])
         queries, keys = queries[:, positions], keys[:, positions]
-    layer = view(queries, keys, policy)
+    layer = view(chosen, params["budget"], queries, keys)
     assert layer.tokens == params["n"]
-
-    selection = policy.select(layer)
-
     if f"{name}/scores" in arrays:
         golden = arrays[f"{name}/scores"]
-        scores = policy.score(layer)[:, : golden.shape[1]].numpy()
-        rtol = cases[name].get("score_rtol", RTOL_SCORES)
-        np.testing.assert_allclose(scores, golden, rtol=rtol, atol=ATOL_SCORES)
-    for head, kept in enumerate(golden_sets(arrays, name, 0, layer.kv_heads)):
-        assert positions[selection.head(head).numpy()].tolist() == sorted(kept)
-
-
-@pytest.mark.parametrize("name", named("prefill_tiny.npz", "SnapKV"))
-def test_kvpress_keeps_the_same_tokens(name: str) -> None:
-    arrays, cases = load("prefill_tiny.npz")
-    params, inputs = cases[name]["params"], cases[name]["inputs"]
-    policy = snapkv(params, sinks=0)
-    k = arrays[f"{inputs}/k"]
-    q = arrays[f"{inputs}/q" if f"{inputs}/q" in arrays else f"{inputs}/q_last"]
-    assert k.shape[2] == params["n"]
-    layers = [view(q[i], k[i], policy, i) for i in range(len(k))]
-    check_case(arrays, name, policy, layers, score_factor=1.0)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in named("prefill_official.npz", "SnapKV", granularity="kv_head")
-        if load("prefill_official.npz")[1][name]["params"].get("group_reduce") in ("mean", "sum")
-    ],
-)
-def test_kvcache_factory_per_kv_head_keeps_the_same_tokens(name: str) -> None:
-    arrays, cases = load("prefill_official.npz")
-    params = cases[name]["params"]
-    policy = snapkv(params, sinks=0)
-    n = params["n"]
-    layers = [view(arrays["q"][i][:, :n], arrays["k"][i][:, :n], policy, i) for i in range(2)]
-    # Official code sums over window rows (and over the group where it says so); neither changes a ranking.
-    summed_heads = 4 if params["group_reduce"] == "sum" else 1
-    check_case(arrays, name, policy, layers, score_factor=params["window"] * summed_heads)
-
-
-@pytest.mark.parametrize("name", named("prefill_official.npz", "SnapKV", granularity="query_head"))
-def test_official_code_per_query_head_keeps_the_same_tokens(name: str) -> None:
-    """No recipe selects per query head; the kernels beneath reproduce the published code."""
-    arrays, cases = load("prefill_official.npz")
-    params = cases[name]["params"]
-    window, budget, pool = params["window"], params["budget"], params["pool"].removesuffix("pool")
-    for layer in range(2):
-        q, k = torch.from_numpy(arrays["q"][layer]), torch.from_numpy(arrays["k"][layer])
-        prefix = k.shape[1] - window
-        scores = window_scores(q[:, prefix:], k, k.shape[2] ** -0.5, group_reduce="none")[:, :prefix]
-        pooled = pool_scores(scores, params["kernel"], pool)
-        golden = arrays[f"{name}/scores"][layer]
-        np.testing.assert_allclose(pooled.numpy() * window, golden, rtol=RTOL_SCORES, atol=ATOL_SCORES)
-        kept = select_topk(pooled, budget - window)
-        for head, golden_kept in enumerate(golden_sets(arrays, name, layer, q.shape[0])):
-            assert_same_set(kept[head].tolist(), golden_kept - set(range(prefix, 384)), pooled[head], set())
+        rtol = cases[name].get("score_rtol", RTOL)
+        assert_scores(chosen.score(layer)[:, : golden.shape[1]], golden, rtol)
+    kept = [set(positions[sorted(row)].tolist()) for row in kept_sets(chosen, layer)]
+    assert kept == golden_sets(arrays, name, 0, layer.kv_heads)

@@ -1,4 +1,4 @@
-"""Recipes: what is accepted, what is refused and in which words, and the ids that are part of cache keys."""
+"""Recipes: what is accepted, what is refused and in which words, and what they protect."""
 
 from __future__ import annotations
 
@@ -6,55 +6,11 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from policies import POLICIES, Recipe, RecipeError, get_policy, make_recipe
-from policies.recipe import OPTIONS
-
-RECIPES = st.builds(
-    lambda budget, window, sinks, kernel, pool: make_recipe(
-        policy="snapkv", budget=budget, window=window, sinks=sinks, kernel=kernel, pool=pool
-    ),
-    budget=st.integers(80, 10**6) | st.floats(0, 1, exclude_min=True),
-    window=st.integers(1, 64),
-    sinks=st.integers(0, 16),
-    kernel=st.integers(0, 127).map(lambda k: 2 * k + 1),
-    pool=st.sampled_from(["avg", "max"]),
-)
-
-
-@pytest.mark.parametrize(
-    ("fields", "recipe_id"),
-    [
-        ({}, "full"),
-        ({"policy": "full"}, "full"),
-        ({"policy": "snapkv"}, "snapkv:b1024:w32:k13:avg:s4"),
-        ({"policy": "snapkv", "budget": 512}, "snapkv:b512:w32:k13:avg:s4"),
-        (
-            {"policy": "snapkv", "budget": 64, "window": 8, "kernel": 7, "pool": "max", "sinks": 0},
-            "snapkv:b64:w8:k7:max:s0",
-        ),
-        ({"policy": "snapkv", "budget": 0.25}, "snapkv:b0.25:w32:k13:avg:s4"),
-        ({"policy": "snapkv", "budget": 1.0}, "snapkv:b1.0:w32:k13:avg:s4"),
-        ({"policy": "snapkv", "budget": 1, "window": 1, "sinks": 0}, "snapkv:b1:w1:k13:avg:s0"),
-    ],
-)
-def test_ids_never_change(fields: dict[str, object], recipe_id: str) -> None:
-    assert make_recipe(**fields).recipe_id == recipe_id
-
-
-@settings(deadline=None)
-@given(one=RECIPES, other=RECIPES)
-def test_ids_are_equal_exactly_when_recipes_are(one: Recipe, other: Recipe) -> None:
-    assert (one.recipe_id == other.recipe_id) == (one == other)
-    assert make_recipe(**one.as_fields()) == one
-
-
-def test_fields_given_as_none_count_as_not_given() -> None:
-    assert make_recipe(policy="snapkv", budget=None, window=None) == make_recipe(policy="snapkv")
-    assert make_recipe(policy=None, budget=None) == Recipe()
-    assert make_recipe(**Recipe().as_fields()) == Recipe()
+from policies.decode_recipe import DecodeRecipe
+from policies.recipe import merge_fields, register_options
+from policies.recipe_options import DEFAULTS, OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -64,7 +20,11 @@ def test_fields_given_as_none_count_as_not_given() -> None:
         ({"policy": 3}, "policy", "full, snapkv"),
         ({"policy": ["snapkv"]}, "policy", "full, snapkv"),
         ({"policy": "snapkv", "windw": 3}, "windw", "policy, budget, window, kernel, pool, sinks"),
-        ({"policy": "full", "budget": 512}, "budget", "no further field with 'full'"),
+        (
+            {"policy": "full", "budget": 512},
+            "budget",
+            "decode, positions with 'full'; budget with policy snapkv",
+        ),
         ({"window": 16}, "window", "window with policy snapkv"),
         ({"policy": "full", "sinks": 4}, "sinks", "sinks with policy snapkv"),
         ({"policy": "snapkv", "budget": 35}, "budget", "at least 36 tokens"),
@@ -91,6 +51,56 @@ def test_fields_given_as_none_count_as_not_given() -> None:
         ({"policy": "snapkv", "sinks": False}, "sinks", "an integer from 0"),
         ({"policy": "snapkv", "pool": "mean"}, "pool", "avg, max"),
         ({"policy": "snapkv", "pool": ["avg"]}, "pool", "avg, max"),
+        ({"policy": "snapkv", "budget": "64 apples"}, "budget", 'like "64MiB"'),
+        ({"policy": "snapkv", "budget": "64kib"}, "budget", 'like "64MiB"'),
+        ({"policy": "snapkv", "budget": "0.1B"}, "budget", 'like "64MiB"'),
+        ({"policy": "snapkv", "budget": "9999999TiB"}, "budget", 'like "64MiB"'),
+        ({"policy": "snapkv", "budget": 40, "tail": 5}, "budget", "at least 41 tokens"),
+        ({"policy": "keydiff", "budget": 40, "recent": 40}, "budget", "at least 44 tokens"),
+        ({"policy": "keydiff", "recent": 1.5}, "recent", "0 < f <= 1.0"),
+        ({"policy": "keydiff", "recent": -1}, "recent", "from 0"),
+        ({"policy": "keydiff", "window": 16}, "window", "window with policy snapkv, scissorhands, tova"),
+        ({"policy": "sliding_window", "sinks": 4}, "sinks", "sinks with policy snapkv"),
+        ({"policy": "snapkv", "normalize": "none"}, "normalize", "normalize with policy h2o"),
+        ({"policy": "h2o", "normalize": "sum"}, "normalize", "visible_count, none"),
+        ({"policy": "scissorhands", "threshold": 1.0}, "threshold", "between 0 and 1"),
+        ({"policy": "scissorhands", "threshold": "now"}, "threshold", "uniform"),
+        ({"policy": "expected_attention", "epsilon": math.nan}, "epsilon", "a number from 0.0"),
+        ({"policy": "expected_attention", "covariance": 1}, "covariance", "true, false"),
+        ({"policy": "random", "seed": 2**63}, "seed", "an integer from 0"),
+        ({"policy": "snapkv", "alpha": 0.5}, "alpha", "heads 'ada'"),
+        ({"policy": "snapkv", "beta": 5}, "beta", "layers 'pyramid'"),
+        ({"policy": "snapkv", "critical_share": 0.1}, "critical_share", "critical True"),
+        ({"policy": "snapkv", "heads": "ada", "alpha": 1.5}, "alpha", "a number from 0.0 to 1.0"),
+        ({"policy": "snapkv", "bands": {"0-3": 64, "3-5": 64}}, "bands", "without overlap"),
+        ({"policy": "snapkv", "bands": {"3-1": 64}}, "bands", "like"),
+        ({"policy": "snapkv", "bands": {"all": 64}}, "bands", "like"),
+        ({"policy": "snapkv", "bands": {"1": "64MiB"}}, "bands", "like"),
+        ({"policy": "snapkv", "bands": {"1": 20}}, "bands", "at least 36 tokens"),
+        ({"policy": "snapkv", "bands": [1, 2]}, "bands", "like"),
+        ({"policy": "snapkv", "bands": {"1": 64}, "layers": "pyramid"}, "bands", "layers 'uniform'"),
+        ({"policy": "snapkv", "spans": [[3, 3]]}, "spans", "start < stop"),
+        ({"policy": "snapkv", "spans": [[3, True]]}, "spans", "start < stop"),
+        ({"policy": "snapkv", "spans": "system"}, "spans", "token ranges"),
+        ({"policy": "snapkv", "protect": [3]}, "protect", "start < stop"),
+        ({"policy": "snapkv", "protect": ["x"] * 65}, "protect", "span names"),
+        ({"policy": "snapkv", "protect": {"system": 1}}, "protect", "span names"),
+        ({"policy": "snapkv", "positions": "slot"}, "positions", "streaming_llm, sliding_window"),
+        ({"policy": "snapkv", "decode": "h2o", "positions": "slot"}, "positions", "streaming_llm"),
+        ({"decode": "h2o"}, "decode.budget", "tokens to cache per kv head"),
+        ({"decode": "h3o"}, "decode.rule", "grow, h2o, scissorhands"),
+        ({"decode": 3}, "decode", "a rule's name"),
+        ({"decode": {"rule": "h2o", "budgt": 3}}, "decode.budgt", "rule, budget, recent"),
+        ({"decode": {"rule": "h2o", "kernel": 3}}, "decode.kernel", "kernel with rule snapkv"),
+        ({"decode": {"rule": "tova", "budget": 4}}, "decode.budget", "at least 5"),
+        ({"decode": {"rule": "snapkv", "budget": 35}}, "decode.budget", "at least 36"),
+        ({"decode": {"rule": "h2o", "budget": 64, "every": 0}}, "decode.every", "an integer from 1"),
+        ({"decode": {"rule": "h2o", "budget": 64, "recent": 1.5}}, "decode.recent", "0 < f <= 1.0"),
+        (
+            {"policy": "keydiff", "spans": [[2, 40]], "decode": {"rule": "h2o", "budget": 40}},
+            "decode.budget",
+            "at least 41",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_its_field_and_what_would_be_valid(
@@ -145,6 +155,92 @@ def test_budget_in_tokens(budget: float, n: int, tokens: int) -> None:
 
 def test_full_keeps_every_token() -> None:
     assert make_recipe().budget_tokens(12345) == 12345
+    assert make_recipe().protected_ranges(12345, 12345) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "n", "budget", "ranges"),
+    [
+        ({"policy": "snapkv", "window": 8, "tail": 3}, 100, 50, ((0, 4), (89, 100))),
+        ({"policy": "snapkv", "window": 8, "recent": 20}, 100, 50, ((0, 4), (80, 100))),
+        ({"policy": "snapkv", "window": 8, "recent": 0.3}, 100, 50, ((0, 4), (85, 100))),
+        ({"policy": "snapkv", "window": 8, "recent": 1.0}, 100, 50, ((0, 4), (54, 100))),
+        ({"policy": "snapkv", "window": 8, "spans": [[2, 9], [60, 95]]}, 100, 50, ((0, 9), (60, 100))),
+        ({"policy": "snapkv", "window": 8, "spans": [[2, 9]]}, 7, 50, ((0, 7),)),
+        ({"policy": "h2o"}, 100, 51, ((0, 4), (75, 100))),
+        ({"policy": "h2o", "recent": 0, "sinks": 0}, 100, 51, ()),
+        ({"policy": "h2o", "recent": 0.29, "sinks": 0}, 200, 100, ((171, 200),)),  # as written, not 28.99…
+        ({"policy": "scissorhands", "tail": 20}, 1000, 100, ((0, 4), (980, 1000))),
+        ({"policy": "scissorhands"}, 1000, 100, ((0, 4), (990, 1000))),
+        ({"policy": "tova", "recent": 0}, 1000, 100, ((0, 4),)),
+        ({"policy": "tova"}, 1000, 100, ((0, 4), (999, 1000))),
+        ({"policy": "keydiff"}, 1000, 100, ((0, 4),)),
+        ({"policy": "sliding_window", "budget": 5}, 1000, 5, ()),
+    ],
+)
+def test_protected_tokens(
+    fields: dict[str, object], n: int, budget: int, ranges: tuple[tuple[int, int], ...]
+) -> None:
+    assert make_recipe(**fields).protected_ranges(n, budget) == ranges
+
+
+def test_decode_rules_fill_in_their_defaults_and_take_the_recipes_sinks() -> None:
+    assert make_recipe(policy="h2o", sinks=2, decode="h2o").decode == DecodeRecipe(
+        "h2o", recent=0.5, every=1, normalize="visible_count", sinks=2
+    )
+    assert make_recipe(policy="h2o", decode={"rule": "h2o", "sinks": 0}).decode.sinks == 0
+    assert make_recipe(policy="h2o", decode="sliding_window").decode.sinks == 0
+    scissorhands = make_recipe(decode={"rule": "scissorhands", "budget": 101}).decode
+    assert (scissorhands.window, scissorhands.recent, scissorhands.every) == (400, 10, 50)
+    assert make_recipe(policy="h2o", decode="scissorhands").decode.every is None
+    assert make_recipe(policy="h2o", decode={"rule": "grow", "budget": None}) == make_recipe(policy="h2o")
+    assert (
+        DecodeRecipe("h2o").recent_tokens(33) == 16 and DecodeRecipe("h2o", recent=5).recent_tokens(33) == 5
+    )
+
+
+def test_a_window_without_sinks_is_warned_about() -> None:
+    assert make_recipe(policy="streaming_llm").warnings == ()
+    assert "sliding_window" in make_recipe(policy="sliding_window").warnings[0]
+    assert "streaming_llm" in make_recipe(policy="streaming_llm", sinks=0).warnings[0]
+    told = make_recipe(policy="snapkv", decode={"rule": "sliding_window", "budget": 64}).warnings
+    assert len(told) == 1 and "decode rule" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "made"),
+    [
+        ({"policy": "snapkv", "budget": 9}, {"budget": None}, {"policy": "snapkv", "budget": 9}),
+        ({"policy": "snapkv", "kernel": 5}, {"policy": "h2o"}, {"policy": "h2o"}),
+        ({"policy": "snapkv", "budget": 9}, {"policy": "full"}, {"policy": "full"}),
+        ({"heads": "ada", "alpha": 0.5}, {"heads": "uniform"}, {"heads": "uniform"}),
+        ({"heads": "ada"}, {"heads": "uniform", "alpha": 1}, {"heads": "uniform", "alpha": 1}),
+        ({"bands": {"0": 9}}, {"layers": "pyramid"}, {"layers": "pyramid"}),
+        ({"decode": "streaming_llm", "positions": "slot"}, {"decode": "h2o"}, {"decode": "h2o"}),
+    ],
+)
+def test_merging_drops_what_the_base_says_of_fields_that_no_longer_matter(
+    base: dict[str, object], given: dict[str, object], made: dict[str, object]
+) -> None:
+    policy = {} if "policy" in base else {"policy": "snapkv"}
+    assert merge_fields({**policy, **base}, given) == {**policy, **made}
+
+
+def test_a_policy_of_a_users_own_brings_its_fields() -> None:
+    name = "somewhere.else:Mine"
+    with pytest.raises(ValueError, match="no such recipe fields: windw"):
+        register_options(name, ("windw",))
+    with pytest.raises(RecipeError, match="unknown policy"):
+        make_recipe(policy=name)
+    register_options(name, ("window", "seed"), {"window": 7})
+    try:
+        recipe = make_recipe(policy=name, seed=5, heads="ada")
+        assert recipe.recipe_id == f"{name}:b1024:w7:s4:seed5:ada0.2" and recipe.kept_window == 7
+        with pytest.raises(RecipeError, match="'kernel'"):
+            make_recipe(policy=name, kernel=5)
+    finally:
+        del OPTIONS[name], DEFAULTS[name]
+    assert hash(pickle.loads(pickle.dumps(recipe))) == hash(recipe)  # where nobody has loaded the policy
 
 
 def test_every_policy_that_a_recipe_may_name_exists() -> None:
