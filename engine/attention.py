@@ -9,7 +9,7 @@ Softcap, sliding window and attention sinks arrive in the call and are honoured 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,10 @@ _WITHOUT_EFFECT = frozenset(
 class AttentionCall:
     """What a layer's attention needs beside q, k and v.
 
+    `layer` is the index of the KV cache in `ModelSpec.layers` that the layer attends to. Layers may share one: the
+    first of them (`reader` 0) brings its keys and values, `stored` True; the others (`reader` 1, 2, ...) come later
+    in the same step with `stored` False, and what they attend to is in place already. Only `Model.forward` knows the
+    two numberings: calls that come straight from the model carry the layer's own number.
     `window` counts visible keys, the query's own included (None: all). `softcap` 0 is off. `sinks` fp32 [Hq] are
     logits that join the softmax denominator only (gpt-oss).
     """
@@ -46,13 +50,19 @@ class AttentionCall:
     window: int | None
     softcap: float
     sinks: Tensor | None
+    stored: bool = True
+    reader: int = 0
 
 
 class AttentionPort(Protocol):
     """Where a running step stores keys and values and finds those of earlier tokens."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key, value [Hk, T, D] of the step's T tokens and return attention of query [Hq, T, D] as [T, Hq, D]."""
+        """Store key, value [Hk, T, D] of the step's T tokens and return attention of query [Hq, T, D] as [T, Hq, D].
+
+        With `call.stored` False the cache's writer has stored the very same key and value earlier in this step: they
+        are not stored again, nothing is counted twice, and the query attends to what is there.
+        """
         ...
 
 
@@ -105,13 +115,23 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, kvtide_attention)
 
 
-def causal_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+class Attended(NamedTuple):
+    """Attention of T queries: `out` [Hq, T, D] in their dtype, and the log of each row's softmax denominator.
+
+    `lse` is fp32 [Hq, T], sinks included: exp(logit - lse) is the weight that a key was given.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def causal_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Attended:
     """Attention of the queries at positions start … start+T-1 over keys at positions 0 … start+T-1.
 
-    query [Hq, T, D]; key, value [Hk, start+T, D]; → [Hq, T, D]. Keys before `start` are visible to every query, so
-    they take one unmasked pass with the query group folded into rows; the diagonal takes torch's causal kernel; the two
-    are merged by log-sum-exp. That is as fast as one causal pass over the whole prompt (measured at 4K: 227-240 ms
-    against 233 ms per layer), for any chunk size.
+    query [Hq, T, D]; key, value [Hk, start+T, D]. Keys before `start` are visible to every query, so they take one
+    unmasked pass with the query group folded into rows; the diagonal takes torch's causal kernel; the two are merged by
+    log-sum-exp. That is as fast as one causal pass over the whole prompt (measured at 4K: 227-240 ms against 233 ms per
+    layer), for any chunk size.
     """
     stop = key.shape[1]
     if call.softcap:
@@ -130,7 +150,7 @@ def causal_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
         past, past_lse = past.reshape(heads, length, dim).float(), past_lse.reshape(heads, length)
         share = torch.sigmoid(past_lse - lse).unsqueeze(-1)
         out, lse = torch.lerp(out.float(), past, share), torch.logaddexp(lse, past_lse)
-    return _with_sinks(call, out, lse).to(query.dtype)
+    return _with_sinks(call, out, lse, query.dtype)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -141,20 +161,25 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tu
     return out[0], lse[0].float()
 
 
-def _with_sinks(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
+def _with_sinks(call: AttentionCall, out: Tensor, lse: Tensor, dtype: torch.dtype) -> Attended:
     """Let the sink logits take their share of the softmax: out · exp(lse) / (exp(lse) + exp(sink))."""
     if call.sinks is None:
-        return out
-    return out.float() * torch.sigmoid(lse - call.sinks.float().unsqueeze(-1)).unsqueeze(-1)
+        return Attended(out.to(dtype), lse)
+    sinks = call.sinks.float().unsqueeze(-1)
+    return Attended(
+        (out.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(dtype), torch.logaddexp(lse, sinks)
+    )
 
 
-def _windowed_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+def _windowed_attention(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int
+) -> Attended:
     """Sliding-window layers: in query pieces, so that each reads its own window of keys and no more."""
     assert call.window is not None
     heads, length, dim = query.shape
     kv_heads = key.shape[0]
     group = heads // kv_heads
-    pieces = []
+    pieces, sums = [], []
     for begin in range(0, length, _QUERY_PIECE):
         end = min(length, begin + _QUERY_PIECE)
         low = max(0, start + begin - call.window + 1)
@@ -173,16 +198,21 @@ def _windowed_attention(call: AttentionCall, query: Tensor, key: Tensor, value: 
             attn_mask=bias.repeat(group, 1)[None, None],
             scale=call.scale,
         )
-        shaped = out[0].reshape(heads, end - begin, dim)
-        pieces.append(_with_sinks(call, shaped, lse[0].float().reshape(heads, end - begin)).to(query.dtype))
-    return torch.cat(pieces, dim=1)
+        shape = (heads, end - begin)
+        done = _with_sinks(call, out[0].reshape(*shape, dim), lse[0].float().reshape(shape), query.dtype)
+        pieces.append(done.out)
+        sums.append(done.lse)
+    return Attended(torch.cat(pieces, dim=1), torch.cat(sums, dim=1))
 
 
-def _explicit_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+def _explicit_attention(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int
+) -> Attended:
     """Logits written out (softcap sits between the product and the softmax), in pieces that bound memory."""
     heads, length, _ = query.shape
     group = heads // key.shape[0]
     out = torch.empty_like(query)
+    sums = torch.empty(heads, length, dtype=torch.float32, device=query.device)
     for begin in range(0, length, _QUERY_PIECE):
         end = min(length, begin + _QUERY_PIECE)
         low = 0 if call.window is None else max(0, start + begin - call.window + 1)
@@ -198,8 +228,9 @@ def _explicit_attention(call: AttentionCall, query: Tensor, key: Tensor, value: 
         logits.masked_fill_(hidden, float("-inf"))
         lse = torch.logsumexp(logits, -1)
         weights = torch.exp(logits - lse.unsqueeze(-1)).to(query.dtype)
-        out[:, begin:end] = _with_sinks(call, torch.matmul(weights, values), lse).to(query.dtype)
-    return out
+        done = _with_sinks(call, torch.matmul(weights, values), lse, query.dtype)
+        out[:, begin:end], sums[:, begin:end] = done
+    return Attended(out, sums)
 
 
 _QUERY_PIECE = 256

@@ -16,7 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from engine.decode import decode_step
-from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest
+from engine.errors import GenerationFailed, InvalidRequest
+from engine.eviction import open_eviction, settled_counts
+from engine.fit import refuse_impossible
 from engine.model import Model
 from engine.pool import OutOfPages, PagePool, PoolUse
 from engine.request import TokenEvent
@@ -52,6 +54,9 @@ class DecodeEngine:
 
     Waiting entries are admitted in order of arrival (preempted ones keep theirs). When pages run out, the youngest
     running choice is packed into a snapshot in host memory, gives its pages back and waits.
+
+    A choice whose recipe has a decode rule that evicts has a `RowEviction` beside its row: it goes into snapshots with
+    it, and replaying evicts again what was evicted.
 
     A choice that has more generated tokens than its snapshot replays them: they run through the same steps as everybody
     else's, nothing is drawn and no event is given until the newest is the next input. That rebuilds a lost sequence
@@ -91,9 +96,8 @@ class DecodeEngine:
             raise InvalidRequest(
                 f"the decode pool runs {self.pool.rows} choices at once, not {len(live)}", "n"
             )
-        pages = self.pool.pages_for(layout.meta.counts)
         with self._lock:
-            self._waiting.append(Pending(self._orders, live, layout, buffer, release, pages))
+            self._waiting.append(self._pending(self._orders, live, layout, buffer, release))
             self._orders += 1
 
     def refuse_impossible(self, choice: Choice, layout: SnapshotLayout) -> None:
@@ -101,32 +105,7 @@ class DecodeEngine:
 
         `ContextOverflow` where the context or the pool's page tables are too short, with both numbers.
         """
-        prompt, most = len(choice.request.prompt), choice.request.sampling.max_tokens
-        limit = self.model.spec.context_length
-        if prompt + most > limit:
-            raise ContextOverflow(
-                f"prompt of {prompt} tokens and {most} new ones do not fit the context of {limit} tokens",
-                "max_tokens",
-            )
-        # The last token's KV is never asked for.
-        more = prompt + most - 1 - next_position(layout.meta)
-        # Windowed layers number their slots by position.
-        windowed = np.array([layer.window is not None for layer in self.pool.spec.layers])
-        slots = np.where(windowed, prompt + most - 1, layout.meta.counts.max(1) + more)
-        width = self.pool.tables.shape[3] * self.pool.slots
-        if (slots > width).any():
-            raise ContextOverflow(
-                f"{slots.max()} tokens do not fit the {width[slots > width].min()} that the decode pool's page tables"
-                " hold of one sequence",
-                "max_tokens",
-            )
-        needed, total = self.pool.pages_at(layout.meta.counts, more), self.pool.use.total
-        if needed > total:
-            raise InvalidRequest(
-                f"keeping {layout.kept_tokens} prompt tokens and {more} new ones takes {needed} pages of"
-                f" {self.pool.page_bytes} bytes, the decode pool has {total}; lower max_tokens or kv.budget",
-                "max_tokens",
-            )
+        refuse_impossible(self.pool, choice.request, layout)
 
     def abort(self, request_id: str) -> None:
         """Free everything of a request at the next step boundary; unknown ids are ignored."""
@@ -168,6 +147,7 @@ class DecodeEngine:
             [entry.row for entry in batch],
             [entry.next_input for entry in batch],
             [entry.position for entry in batch],
+            [entry.eviction for entry in batch],
         )
         drawing = [index for index, entry in enumerate(batch) if not entry.replaying]
         for entry in batch:
@@ -226,6 +206,9 @@ class DecodeEngine:
         rows = {entry.row for entry in self._running}
         assert len(rows) == len(self._running), "two choices share a row"
         assert len(rows) + self.pool.free_rows == self.pool.rows, "a row is held by nobody"
+        for entry in self._running:
+            if entry.eviction is not None:
+                entry.eviction.check(self.pool)
         with self._lock:
             orders = [entry.order for entry in self._waiting]
             assert all(entry.choices for entry in self._waiting), "nobody waits for a snapshot"
@@ -261,17 +244,17 @@ class DecodeEngine:
         free_rows = self.pool.free_rows
         with self._lock:
             waiting = self._waiting[:free_rows]  # each takes a row at least
-        heads = sum(layer.kv_heads for layer in self.pool.spec.layers)
-        wishes = (Waiting(e.pages, len(e.choices), heads * len(e.choices)) for e in waiting)
+        wishes = (Waiting(e.pages, len(e.choices), self._headroom(e)) for e in waiting)
         count = admit(wishes, self.pool.use.free, free_rows, len(self._running))
         for entry in waiting[:count]:
-            row = restore(self.pool, entry.layout, entry.buffer)
+            recipe, layout = entry.choices[0].request.recipe, entry.layout
+            eviction = open_eviction(self.pool.spec, recipe, layout, entry.buffer)
+            row = restore(self.pool, layout, entry.buffer, eviction)
             rows = [row, *(self.pool.fork(row) for _ in entry.choices[1:])]
-            start = next_position(entry.layout.meta)
-            self._running.extend(
-                Running(entry.order, choice, own, entry.layout, start)
-                for choice, own in zip(entry.choices, rows, strict=True)
-            )
+            start = next_position(layout.meta)
+            for choice, own in zip(entry.choices, rows, strict=True):
+                forked = eviction if eviction is None or own == row else eviction.fork(own)
+                self._running.append(Running(entry.order, choice, own, layout, start, forked))
             # From here on it is running and no longer waiting, whatever becomes of the entries behind it.
             self._stop_waiting(entry)
 
@@ -284,6 +267,9 @@ class DecodeEngine:
         """Preempt until every running choice can take one more token."""
         while self._running:
             try:
+                for entry in self._running:
+                    if entry.eviction is not None:
+                        entry.eviction.settle(self.pool)
                 self.pool.reserve_slot(np.array([entry.row for entry in self._running], np.int64))
                 return list(self._running)
             except OutOfPages:
@@ -296,22 +282,41 @@ class DecodeEngine:
         entry = self._running.pop(index)
         _, layout, buffer = self._pack(entry)
         self.preemptions += 1
-        pages = self.pool.pages_for(layout.meta.counts)
-        waiting = Pending(entry.order, [entry.choice], layout, buffer, nothing_to_release, pages)
+        waiting = self._pending(entry.order, [entry.choice], layout, buffer, nothing_to_release)
         with self._lock:
             insort(self._waiting, waiting, key=attrgetter("order"))
 
     def _pack(self, entry: Running) -> TakenOut:
         """Pack a choice that runs no more into host memory and give its pages back."""
-        layout, buffer = take_snapshot(self.pool, entry.row, entry.layout.meta, entry.fed)
+        layout, buffer = take_snapshot(self.pool, entry.row, entry.layout.meta, entry.fed, entry.eviction)
         self.pool.close(entry.row)
         return TakenOut(entry.choice, layout, buffer)
+
+    def _pending(
+        self,
+        order: int,
+        choices: Sequence[Choice],
+        layout: SnapshotLayout,
+        buffer: Tensor,
+        release: Callable[[], None],
+    ) -> Pending:
+        recipe = choices[0].request.recipe
+        pages = self.pool.pages_for(settled_counts(self.pool.spec, recipe, layout.meta))
+        return Pending(order, choices, layout, buffer, release, pages)
+
+    def _headroom(self, entry: Pending) -> int:
+        """Pages that choices take soon after admission: one per head, and copies of what they may not share."""
+        heads = sum(layer.kv_heads for layer in self.pool.spec.layers)
+        others = len(entry.choices) - 1 if entry.choices[0].request.recipe.positions == "slot" else 0
+        return heads * len(entry.choices) + others * entry.pages
 
 
 def _assert_continues(choices: Sequence[Choice], layout: SnapshotLayout) -> None:
     """AssertionError unless the choices' tokens begin with the snapshot's and go on with a next input."""
     known = layout.meta.tokens
     for choice in choices:
+        if choice.request.recipe.decode.evicts:
+            assert choice.request.recipe.recipe_id == layout.meta.recipe_id, "the snapshot of another recipe"
         assert len(choice.request.prompt) == layout.meta.prompt_tokens, "the snapshot of another prompt"
         assert choice.position >= next_position(layout.meta), "a choice without a next input"
         own = np.asarray(choice.tokens[: len(known)], np.uint32)

@@ -1,15 +1,15 @@
 """The model: `transformers` classes and weights, our attention, and what the rest of the engine must know of them.
 
-What a layer is (heads, head size, scale, window, softcap, sinks) is read from its own attention call in a two-token
-probe, not from configuration fields whose names differ between families. What cannot be served exactly is refused at
-load, by name (`engine/support.py`).
+What a layer is (heads, head size, scale, window, softcap, sinks, rotation, shared KV) is read from its own attention
+call (`engine/probe.py`), not from configuration fields whose names differ between families. What cannot be served
+exactly is refused at load, by name (`engine/support.py`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,17 @@ from torch import Tensor
 
 from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from engine.errors import ModelUnavailable
+from engine.probe import LayerSpec, Reader, probe_layers
 from engine.support import refuse_unsupported, unsupported
 from kv_tiers.block import BlockLayout
 from kv_tiers.keys import Fingerprint
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+# Families whose checkpoints we load the language model of, and leave the rest: the towers of Gemma 3n cannot even be
+# built without another package.
+_TEXT_ALONE = {"gemma3n"}
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -43,22 +48,10 @@ def step_rows(count: int, dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerSpec:
-    """One layer's attention: `window` None sees everything; `softcap` 0 is off. Compared by identity."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    softcap: float
-    sinks: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
 class ModelSpec:
     """What pages, blocks, snapshots and schedulers need to know of a model.
 
+    `layers` are the KV caches that are stored: one per model layer, but for layers that attend to another layer's KV.
     Compared by identity; whether two models are the same one is what `fingerprint` says.
     """
 
@@ -83,9 +76,12 @@ class ModelSpec:
 class Model:
     """A loaded model and its spec. `forward` is the only way to run it."""
 
-    def __init__(self, network: PreTrainedModel, spec: ModelSpec) -> None:
+    def __init__(self, network: PreTrainedModel, spec: ModelSpec, readers: Sequence[Reader]) -> None:
+        """`readers`: for every model layer, the cache of `spec` that it attends to."""
         self.network = network
         self.spec = spec
+        self._readers = tuple(readers)
+        self._shares = len(spec.layers) < len(self._readers)
 
     @torch.inference_mode()
     def forward(
@@ -107,38 +103,30 @@ class Model:
             position_ids=places,
             use_cache=False,
             logits_to_keep=wanted,
-            kvtide=_PaddedPort(port, count) if padding else port,
+            kvtide=_StepPort(port, count, self._readers) if padding or self._shares else port,
         )
         return out.logits[0, : len(logits_at)]
 
 
-class _PaddedPort:
-    """Hides the padding rows of a step from its port."""
+class _StepPort:
+    """Hides the padding rows of a step from its port, and turns a model layer's number into its cache's."""
 
-    def __init__(self, port: AttentionPort, count: int) -> None:
+    def __init__(self, port: AttentionPort, count: int, readers: Sequence[Reader]) -> None:
         self._port = port
         self._count = count
+        self._readers = readers
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         n = self._count
+        cache, reader = self._readers[call.layer]
+        if reader or cache != call.layer:
+            call = replace(call, layer=cache, reader=reader, stored=reader == 0)
+        found = self._port.attend(call, query[:, :n], key[:, :n], value[:, :n])
+        if n == query.shape[1]:
+            return found
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
-        out[:n] = self._port.attend(call, query[:, :n], key[:, :n], value[:, :n])
+        out[:n] = found
         return out
-
-
-class _ProbePort:
-    """Records each layer's attention call and answers with zeros."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerSpec] = {}
-        self.calls = 0
-
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.calls += 1
-        self.layers[call.layer] = LayerSpec(
-            query.shape[0], key.shape[0], query.shape[2], call.scale, call.window, call.softcap, call.sinks
-        )
-        return query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
 
 
 def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model:
@@ -153,7 +141,9 @@ def load_model(path: Path, dtype: str = "auto", block_tokens: int = 16) -> Model
     config = read_config(path)
     register_attention()
     chosen = choose_dtype(dtype, config.dtype)
-    network = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation=ATTENTION_NAME)
+    network = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=chosen, attn_implementation=ATTENTION_NAME
+    )
     return wrap_model(network, end_tokens_of(path), block_tokens)
 
 
@@ -166,6 +156,10 @@ def read_config(path: Path) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"no readable model configuration in {path}: {error}") from error
     refuse_unsupported(config)
+    if config.model_type in _TEXT_ALONE:
+        text = config.get_text_config()
+        text.dtype = text.dtype or config.dtype
+        config = text
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise unsupported(config, "another class than a causal language model")
     return config
@@ -180,30 +174,20 @@ def wrap_model(network: PreTrainedModel, end_tokens: frozenset[int], block_token
         raise unsupported(config, "attention code of its own (no attention interface)")
     register_attention()
     config._attn_implementation = ATTENTION_NAME
-    text = config.get_text_config()
-    probe = _ProbePort()
-    with torch.inference_mode():
-        network(
-            input_ids=torch.zeros(1, 2, dtype=torch.long),
-            position_ids=torch.arange(2).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=torch.tensor([0]),
-            kvtide=probe,
-        )
-    layers = tuple(probe.layers[index] for index in sorted(probe.layers))
-    if len(layers) != text.num_hidden_layers:
-        raise unsupported(config, "layers without self-attention, or with attention code of their own")
-    if probe.calls != len(layers):
-        raise unsupported(config, "layers that attend more than once per token")
+    layers, readers = probe_layers(network)
     dtype = next(network.parameters()).dtype
     blocks = BlockLayout(tuple((layer.kv_heads, layer.head_dim) for layer in layers), dtype, block_tokens)
-    fingerprint = _fingerprint(network, dtype, blocks)
-    return Model(
-        network,
-        ModelSpec(
-            layers, dtype, text.vocab_size, text.max_position_embeddings, end_tokens, blocks, fingerprint
-        ),
+    text = config.get_text_config()
+    spec = ModelSpec(
+        layers,
+        dtype,
+        text.vocab_size,
+        text.max_position_embeddings,
+        end_tokens,
+        blocks,
+        _fingerprint(network, dtype, blocks),
     )
+    return Model(network, spec, readers)
 
 
 def choose_dtype(asked: str, stored: torch.dtype | str | None) -> torch.dtype:

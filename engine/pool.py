@@ -3,6 +3,9 @@
 One free list serves all layers, heads, sequences and formats, so a ragged cache (per-layer, per-head, per-sequence
 lengths) costs exactly what it keeps, up to one partly filled page per head. Pages are reference-counted with
 copy-on-write. The bytes inside a page are `kernels/`' business; this file only counts. One thread owns a pool.
+
+Where the next token goes is a slot of its own (`write`): the end of a head that grows, the hole that an evicted token
+left in one that does not.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from kernels import ops
 from kernels.layout import PageLayout, min_page_bytes, page_layout
 
 _ALIGN = 64
+# Decode attention is summed up in splits of so many slots from slot 0: numbers that differ by a multiple of it give the
+# same bits.
+_SPLIT = 512
 _NO_PAGE = -1
 
 
@@ -46,9 +52,10 @@ def pool_page_bytes(spec: ModelSpec) -> int:
 class PagePool:
     """Pages, page tables and lengths of all sequences of one decode engine.
 
-    `tables` int32 [rows, L, Hk, P], `lengths` int32 [rows, L, Hk] (the next token's slot), `starts` int32 [rows, L]
-    (first visible slot: windowed layers only). A row is one sequence. Layers with fewer kv heads than the widest leave
-    the rest empty. Slots before `starts` hold no pages of their own, so numbers may begin anywhere.
+    `tables` int32 [rows, L, Hk, P], `lengths` int32 [rows, L, Hk] (slots in use, a hole included), `write` int32
+    [rows, L, Hk] (the next token's slot: `lengths`, or the hole), `starts` int32 [rows, L] (first visible slot:
+    windowed layers only). A row is one sequence. Layers with fewer kv heads than the widest leave the rest empty. Slots
+    before `starts` hold no pages of their own, so numbers may begin anywhere.
     """
 
     def __init__(self, spec: ModelSpec, pages: int, rows: int, max_tokens: int) -> None:
@@ -64,14 +71,17 @@ class PagePool:
         shape = (rows, len(spec.layers), spec.max_kv_heads)
         self._tables = np.full((*shape, widest), _NO_PAGE, np.int32)
         self._lengths = np.zeros(shape, np.int32)
+        self._write = np.zeros(shape, np.int32)
         self._starts = np.zeros(shape[:2], np.int32)
         self.tables, self.lengths = torch.from_numpy(self._tables), torch.from_numpy(self._lengths)
-        self.starts = torch.from_numpy(self._starts)
+        self.write, self.starts = torch.from_numpy(self._write), torch.from_numpy(self._starts)
+        self.early_period = np.lcm(self.slots.astype(np.int64), _SPLIT)
         self._refs = np.zeros(pages, np.int32)
         self._free = np.arange(pages - 1, -1, -1, dtype=np.int32)
         self._free_count = pages
         self._free_rows = list(range(rows - 1, -1, -1))
         self._forked: set[int] = set()
+        self._rewritten = np.zeros(rows, bool)  # every page is written to, not only the next token's
         self._ready = np.zeros(rows, bool)  # has room for one more token in every head
         self._heads = np.array([layer.kv_heads for layer in spec.layers], np.int32)
         self._head_mask = np.arange(spec.max_kv_heads)[None, :] < self._heads[:, None]
@@ -97,12 +107,15 @@ class PagePool:
         straddling = np.where((self._windows[:, None] > 0) & (counts > 0), counts + slots - 1, counts)
         return int((-(-straddling // slots))[self._head_mask].sum())
 
-    def pages_at(self, counts: NDArray[np.int32], more: int) -> int:
+    def pages_at(self, counts: NDArray[np.int32], more: int, most: NDArray[np.int64] | None = None) -> int:
         """Most pages that a sequence holds while `counts` [L, Hk] slots grow by `more` tokens each.
 
-        Windowed layers stop growing at the window, the newest token included.
+        Windowed layers stop growing at the window, the newest token included; `most` [L, Hk] bounds the slots of heads
+        that evict while they grow.
         """
         grown = counts.astype(np.int64) + more
+        if most is not None:
+            grown = np.minimum(grown, most)
         windows = self._windows[:, None]
         return self.pages_for(np.where(windows > 0, np.minimum(grown, windows), grown))
 
@@ -121,16 +134,16 @@ class PagePool:
         row = self._free_rows.pop()
         place = np.arange(self._tables.shape[3])[None, None, :]
         self._tables[row][(place >= first[..., None]) & (place < (first + needed)[..., None])] = pages
-        self._lengths[row] = end
+        self._lengths[row] = self._write[row] = end
         self._starts[row] = begin[:, 0]
-        self._ready[row] = False
+        self._ready[row] = self._rewritten[row] = False
         return row
 
     def fork(self, row: int) -> int:
         """A second row that shares every page of `row`; whoever appends to a shared page copies it first."""
         assert self._free_rows, "the scheduler admits no more sequences than there are rows"
         copy = self._free_rows.pop()
-        for array in (self._tables, self._lengths, self._starts):
+        for array in (self._tables, self._lengths, self._write, self._starts, self._rewritten):
             array[copy] = array[row]
         held = self._tables[row][self._tables[row] >= 0]
         self._refs[held] += 1
@@ -143,14 +156,15 @@ class PagePool:
         assert row not in self._free_rows, f"row {row} closed twice"
         self._release(self._tables[row][self._tables[row] >= 0])
         self._tables[row] = _NO_PAGE
-        self._lengths[row] = 0
+        self._lengths[row] = self._write[row] = 0
         self._starts[row] = 0
         self._forked.discard(row)
         self._free_rows.append(row)
 
     def reserve_slot(self, rows: NDArray[np.int64]) -> None:
-        """Make room for one more token in every head of `rows`: new pages at page ends, copies of shared last pages.
+        """Make room for one more token in every head of `rows`: new pages at page ends, copies of shared ones.
 
+        Copied is what the step writes to: the page of the next token's slot, every page of a row that is `rewrite`-n.
         Raises `OutOfPages` with nothing changed. Lengths stay as they are until `advance`; until then, asking again is
         free.
         """
@@ -158,43 +172,105 @@ class PagePool:
         if not len(rows):
             return
         row = rows[:, None, None]
-        index = self._lengths[rows] // self.slots[:, None]
+        index = self._write[rows] // self.slots[:, None]
         current = self._tables[row, self._layer, self._head, index]
         missing = np.argwhere((current < 0) & self._head_mask)
-        shared = self._shared_last_pages(rows, current)
+        shared = self._shared_pages(rows, index, current)
         pages = self._take(len(missing) + len(shared))
-        for (b, layer, head), page in zip(shared, pages[len(missing) :], strict=True):
-            old = current[b, layer, head]
+        for place, page in zip(shared, pages[len(missing) :], strict=True):
+            old = self._tables[place]
             ops.copy_page(self.memory, int(old), int(page))
-            self._tables[rows[b], layer, head, index[b, layer, head]] = page
+            self._tables[place] = page
             self._refs[old] -= 1
         batch, layers, heads = missing.T
         self._tables[rows[batch], layers, heads, index[batch, layers, heads]] = pages[: len(missing)]
         self._ready[rows] = True
 
-    def _shared_last_pages(
-        self, rows: NDArray[np.int64], current: NDArray[np.int32]
-    ) -> list[tuple[int, int, int]]:
-        """(batch index, layer, head) of pages about to be written that another row also holds, one owner left alone."""
+    def _shared_pages(
+        self, rows: NDArray[np.int64], index: NDArray[np.int32], current: NDArray[np.int32]
+    ) -> list[tuple[int, int, int, int]]:
+        """Places (row, layer, head, page index) about to be written whose page another row also holds.
+
+        `index` and `current` [B, L, Hk] are page index and page of the next token's slots. One owner is left alone.
+        """
         if not self._forked.intersection(rows.tolist()):
             return []
+        written = []
+        for b, layer, head in np.argwhere((current >= 0) & (self._refs[current] > 1)).tolist():
+            if not self._rewritten[rows[b]]:
+                written.append((int(rows[b]), layer, head, int(index[b, layer, head])))
+        for row in rows[self._rewritten[rows]].tolist():
+            held = self._tables[row]
+            written += [(row, *place) for place in np.argwhere((held >= 0) & (self._refs[held] > 1)).tolist()]
         owners: dict[int, int] = {}
         copies = []
-        for b, layer, head in np.argwhere((current >= 0) & (self._refs[current] > 1)).tolist():
-            page = int(current[b, layer, head])
+        for place in written:
+            page = int(self._tables[place])
             left = owners.get(page, int(self._refs[page]))
             if left > 1:
-                copies.append((b, layer, head))
+                copies.append(place)
                 left -= 1
             owners[page] = left
         return copies
 
+    def rewrite(self, row: int) -> None:
+        """From now on every step may write to every slot of `row`: `reserve_slot` leaves it no shared page."""
+        self._rewritten[row] = True
+        self._ready[row] = False
+
     def advance(self, rows: NDArray[np.int64]) -> None:
         """Count the token just appended, and drop pages that fell out of a windowed layer's sight."""
-        self._lengths[rows] += self._head_mask
+        ends = np.maximum(self._lengths[rows], self._write[rows] + 1) * self._head_mask
+        self._lengths[rows] = self._write[rows] = ends
         self._ready[rows] = False
         if len(self._windowed):
             self.see_window(rows)
+
+    def aim(self, row: int, layers: NDArray[np.int64], write: NDArray[np.int32]) -> None:
+        """The next token of `layers` of a row goes to slots `write` [len(layers), Hk]: holes, or the end of a head."""
+        assert (write <= self._lengths[row, layers]).all(), "a slot beyond the end"
+        self._write[row, layers] = write
+        self._ready[row] = False
+
+    def early_slots(self, first_slots: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The lowest first slots [L] that windowed layers may have instead of these with the same results."""
+        return first_slots.astype(np.int64) % self.early_period
+
+    def slide(self, row: int) -> None:
+        """Number a windowed layer's slots anew where the next one would lie behind the page table: rows without end."""
+        table = self._tables[row]
+        full = self._lengths[row, :, 0] >= table.shape[2] * self.slots
+        for layer in self._windowed[full[self._windowed]].tolist():
+            start = int(self._starts[row, layer])
+            down = start - int(self.early_slots(self._starts[row])[layer])
+            assert down > 0, "a page table that is too short for such a row"
+            places = down // int(self.slots[layer])
+            table[layer, :, :-places] = table[layer, :, places:].copy()
+            table[layer, :, -places:] = _NO_PAGE
+            self._starts[row, layer] = start - down
+            for numbers in (self._lengths, self._write):
+                numbers[row, layer] -= down * self._head_mask[layer]
+
+    def shrink(self, row: int, counts: NDArray[np.int32]) -> None:
+        """Leave a row `counts` [L, Hk] slots and give the pages behind them back. Raises `OutOfPages`, nothing changed.
+
+        Heads that keep their length keep their contents. In the others every page is the row's own afterwards, and the
+        contents of those that were shared are undefined: the caller wrote them down before and writes them again.
+        """
+        changed = (counts != self._lengths[row]) & self._head_mask
+        assert (counts <= self._lengths[row]).all(), "heads do not grow by shrinking"
+        assert not changed[self._windowed].any(), "windowed layers let go of pages by themselves"
+        held = self._tables[row]
+        inside = np.arange(held.shape[2]) < -(-counts // self.slots[:, None])[..., None]
+        shared = inside & changed[..., None] & (held >= 0) & (self._refs[held] > 1)
+        pages = self._take(int(shared.sum()))
+        behind = ~inside & changed[..., None] & (held >= 0)
+        gone = held[shared | behind]
+        held[shared] = pages
+        held[behind] = _NO_PAGE
+        self._release(gone)
+        self._lengths[row] = self._write[row] = counts
+        self._ready[row] = False
 
     def see_window(self, rows: NDArray[np.int64]) -> None:
         """Set `starts` of windowed layers for the next token, and free pages wholly before them."""
@@ -215,7 +291,7 @@ class PagePool:
         return self.tables[row, layer, : self.spec.layers[layer].kv_heads]
 
     def counts(self, row: int) -> NDArray[np.int32]:
-        """Slots used, int32 [L, Hk] (a copy)."""
+        """Slots in use, int32 [L, Hk] (a copy)."""
         return self._lengths[row].copy()
 
     def first_slots(self, row: int) -> NDArray[np.int32]:
@@ -235,6 +311,7 @@ class PagePool:
             assert (self._tables[row] < 0).all() and not self._lengths[row].any(), (
                 f"free row {row} holds pages"
             )
+        assert ((self._write >= 0) & (self._write <= self._lengths)).all(), "a token would leave a gap"
         first = self._starts[:, :, None] // self.slots[None, :, None]
         seen = self._lengths > self._starts[:, :, None]
         last = np.where(seen, -(-self._lengths // self.slots[None, :, None]), 0)

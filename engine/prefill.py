@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.errors import ContextOverflow, GenerationFailed
+from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest
 from engine.model import Model
+from engine.plan import PromptPlan, open_watches, plan_prompt
+from engine.report import SelectionReport
 from engine.request import GenerationRequest, TokenLogprob
 from engine.sampler import Sampled, SampleRow, SamplingError, sample, token_logprob
 from engine.schedule import PrefillNeed, plan_prefill
 from engine.snapshot import SnapshotLayout, pack_prompt, prompt_meta
-from engine.survivors import LayerSurvivors, query_window, select_survivors
+from engine.survivors import LayerSurvivors, select_survivors
 from engine.workspace import PrefillPort, StepAbandoned, Workspace
-from policies import get_policy
-from policies.policy import Needs
 
 _log = logging.getLogger("kvtide.engine")
 
@@ -58,13 +58,14 @@ class PrefillJob:
 class PrefillDone:
     """A finished prompt: first token of each choice, and survivors waiting in the workspace to be packed.
 
-    `select_s` is the time selection took, in seconds.
+    `select_s` is the time that selection took at the end, in seconds; what observers took before that is not in it.
     """
 
     job: PrefillJob
     first: tuple[Sampled | SamplingError, ...]
     survivors: Sequence[LayerSurvivors]
     layout: SnapshotLayout
+    report: SelectionReport
     select_s: float
 
     def pack(self, buffer: Tensor) -> None:
@@ -96,26 +97,32 @@ class PrefillEngine:
         self._aborted: set[tuple[str, int]] = set()
 
     def open_workspace(self, request: GenerationRequest) -> Workspace:
-        """Room for a prompt's full KV. Raises `ContextOverflow` naming both numbers."""
+        """Room for a prompt's full KV, with what its recipe has to be shown of the queries.
+
+        Raises `ContextOverflow` naming both numbers, `InvalidRequest` for a recipe that this model cannot meet, and
+        `GenerationFailed` where the recipe's policy cannot cope with such a prompt.
+        """
         tokens, limit = len(request.prompt), self.model.spec.context_length
         if tokens > limit:
             raise ContextOverflow(
                 f"prompt of {tokens} tokens does not fit the context of {limit} tokens", "prompt"
             )
-        return Workspace(self.model.spec, tokens, query_window(request.recipe, tokens), self.piece_tokens)
+        plan = self._plan(request)
+        try:
+            watches = open_watches(self.model.spec, plan)
+        except Exception as error:  # a policy may be anybody's
+            raise _failed(request, error) from error
+        return Workspace(self.model.spec, tokens, watches, self.piece_tokens)
 
     def must_compute(self, request: GenerationRequest) -> int:
-        """How many last prompt tokens are computed even if their KV is known: the last one, and what the scorer reads.
+        """How many last prompt tokens are computed even if their KV is known: the last one, and what selection reads.
 
         Cached tokens issue no queries and give no logits, so prompt log-probabilities and all-query scorers need all.
+        Raises as `open_workspace`.
         """
-        tokens = len(request.prompt)
-        policy = get_policy(request.recipe)
-        if request.prompt_logprobs is not None or (
-            policy.needs is Needs.ALL_QUERIES and not policy.keeps_all(tokens)
-        ):
-            return tokens
-        return max(1, query_window(request.recipe, tokens))
+        if request.prompt_logprobs is not None:
+            return len(request.prompt)
+        return self._plan(request).must_compute
 
     def add(self, job: PrefillJob) -> None:
         """Take a job whose workspace holds `job.cached` tokens already (at most all but `must_compute`)."""
@@ -173,8 +180,13 @@ class PrefillEngine:
             return []  # the next step drops its jobs
         ended = [job for job, _ in runs if job.remaining == 0]
         results = [self._result(job, row) for job, row in zip(ended, logits, strict=True)]
+        # A prompt that its policy's observer could not cope with: the rest of it need not be computed.
+        broken = {job.order: error for job, _ in runs if job.remaining and (error := job.workspace.failure)}
+        results += [
+            PrefillFailed(jobs[order], _failed(jobs[order].request, error)) for order, error in broken.items()
+        ]
         with self._lock:
-            self._running = [job for job in self._running if job.remaining]
+            self._running = [job for job in self._running if job.remaining and job.order not in broken]
         return results
 
     def _forward(self, runs: Sequence[tuple[PrefillJob, int]]) -> list[Tensor]:
@@ -225,20 +237,35 @@ class PrefillEngine:
         try:
             return self._finish(job, logits)
         except Exception as error:  # noqa: BLE001 - whatever it was, the others have nothing to do with it
-            _log.exception("the prompt of %s failed", job.request.request_id)
-            return PrefillFailed(job, GenerationFailed(f"prefill failed: {type(error).__name__}: {error}"))
+            return PrefillFailed(job, _failed(job.request, error))
 
     def _finish(self, job: PrefillJob, logits: Tensor) -> PrefillDone:
         request, spec = job.request, self.model.spec
         started = time.perf_counter()
-        survivors = select_survivors(job.workspace, request.recipe)
+        survivors = select_survivors(job.workspace, self._plan(request))
         took = time.perf_counter() - started
-        layout = SnapshotLayout(spec, prompt_meta(spec, request.prompt, request.recipe.recipe_id, survivors))
+        meta = prompt_meta(spec, request.prompt, request.recipe.recipe_id, survivors.layers, survivors.arrays)
         rows = [
             SampleRow(request.sampling, choice, 0, request.prompt, ()) for choice in range(request.sampling.n)
         ]
         first = sample(logits.expand(len(rows), -1), rows, spec.end_tokens)
-        return PrefillDone(job, tuple(first), survivors, layout, took)
+        return PrefillDone(
+            job, tuple(first), survivors.layers, SnapshotLayout(spec, meta), survivors.report, took
+        )
+
+    def _plan(self, request: GenerationRequest) -> PromptPlan:
+        try:
+            return plan_prompt(self.model.spec, request)
+        except InvalidRequest:
+            raise
+        except Exception as error:  # a policy may be anybody's
+            raise _failed(request, error) from error
+
+
+def _failed(request: GenerationRequest, error: Exception) -> GenerationFailed:
+    """What a prompt's client hears of an error in its policy; the log has the rest."""
+    _log.error("the prompt of %s failed", request.request_id, exc_info=error)
+    return GenerationFailed(f"prefill failed: {type(error).__name__}: {error}")
 
 
 def run_to_end(engine: PrefillEngine) -> Iterator[PrefillDone]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.report import SelectionReport
 from policies.recipe import Recipe
 
 
@@ -49,7 +50,8 @@ class GenerationRequest:
 
     `prompt_logprobs` is None or the number of top alternatives wanted for every prompt token (`echo` with logprobs).
     `tenant` salts every cache key. `attempt` counts retries: a newer attempt revokes what an older one left behind.
-    `deadline_s` bounds queueing plus prefill, in seconds from admission.
+    `deadline_s` bounds queueing plus prefill, in seconds from admission. `report` asks what selection did, with the
+    attention mass that it kept (a pass of the prompt's last queries over its keys).
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     attempt: int = 0
     deadline_s: float = 600.0
+    report: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class PromptEvent:
 
     `kept_tokens` is the largest number of tokens that any kv head of a full-attention layer kept; `payload_bytes` the
     packed survivors' K and V alone, `shipped_bytes` the whole buffer that decode pulled (0 where nothing was shipped).
-    `prompt_logprobs[i]` belongs to prompt token i; the first is None.
+    `prompt_logprobs[i]` belongs to prompt token i; the first is None. `report` is there where the request asked for it.
     """
 
     prompt_tokens: int
@@ -87,6 +90,7 @@ class PromptEvent:
     shipped_bytes: int
     recipe_id: str
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    report: SelectionReport | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.errors import GenerationFailed
+from engine.eviction import RowEviction
 from engine.request import FinishReason, GenerationRequest, TokenEvent
 from engine.sampler import Sampled, SampleRow, SamplingError, TokenIds
 from engine.snapshot import SnapshotLayout, SnapshotMeta
@@ -128,6 +129,7 @@ class Running:
     """A choice with a row in the page pool; `layout` is the snapshot its positions are counted from.
 
     `position` is that of the next input: the newest token's, or an earlier one's while known tokens are replayed.
+    `eviction` is there where the recipe's decode rule evicts.
     """
 
     order: int
@@ -135,6 +137,7 @@ class Running:
     row: int
     layout: SnapshotLayout
     position: int
+    eviction: RowEviction | None = None
 
     @property
     def request_id(self) -> str:

@@ -1,8 +1,9 @@
 """The one format for moving a sequence: shipping, preemption, drain and recovery all use it.
 
-A snapshot is one buffer: a fixed header, metadata (tokens, kept counts, positions where they are not a range), then
-the payload from a 64-byte boundary: layer-major, then kv head, K [n, D] then V [n, D] in the model's dtype. Slots and
-positions are different counters: decode goes on at position `next_position`, whatever the number of slots.
+A snapshot is one buffer: a fixed header, metadata (tokens, kept counts, positions where they are not a range), the
+arrays of a decode rule (`engine/arrays.py`), then the payload from a 64-byte boundary: layer-major, then kv head,
+K [n, D] then V [n, D] in the model's dtype. Slots and positions are different counters: decode goes on at position
+`next_position`, whatever the number of slots.
 Everything is little endian; a reader checks magic, version, fingerprint and lengths before it trusts a byte. The
 checksum over the whole buffer travels in the ticket.
 """
@@ -10,24 +11,26 @@ checksum over the whole buffer travels in the ticket.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.arrays import ArraysError, arrays_bytes, read_arrays, write_arrays
 from engine.model import ModelSpec
 from engine.survivors import LayerSurvivors
 from engine.workspace import Workspace
 
 _MAGIC = b"KVTS"
-_VERSION = 1
+_VERSION = 2
 # magic, version, fingerprint, prompt tokens (the selection point N), all tokens, layers, max kv heads, payload offset,
-# payload bytes, recipe id length, positions length (int32 entries)
-_HEADER = struct.Struct("<4sI32sQQIIQQII")
+# payload bytes, recipe id length, positions length (int32 entries), arrays length (bytes)
+_HEADER = struct.Struct("<4sI32sQQIIQQIIQ")
 _ALIGN = 64
+HOLE = -1
 
 
 class SnapshotError(ValueError):
@@ -40,7 +43,10 @@ class SnapshotMeta:
 
     `tokens` are prompt and generated ids, of which the first `prompt_tokens` were there when survivors were selected.
     `counts` int32 [L, Hk]; `firsts` int64 [L]: the first position where positions are a range (windowed layers always
-    are), -1 where they are listed in `positions`, one int32 array per (layer, head).
+    are), -1 where they are listed in `positions`, one int32 array per (layer, head), in the order of the payload.
+    `arrays` is what a rule that evicts while decoding starts from, or goes on from (it has a "write" then): named
+    tensors that this file only carries. With them slots are in the order of the pool's, so positions may be in any
+    order, and one of them per head may be `HOLE`: a slot whose token was evicted and not yet overwritten.
     """
 
     prompt_tokens: int
@@ -49,6 +55,12 @@ class SnapshotMeta:
     counts: NDArray[np.int32]
     firsts: NDArray[np.int64]
     positions: dict[tuple[int, int], NDArray[np.int32]]
+    arrays: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def decoded(self) -> bool:
+        """Whether a rule went on evicting after the prompt's selection: the arrays are its state in mid-way."""
+        return "write" in self.arrays
 
 
 class SnapshotLayout:
@@ -60,7 +72,9 @@ class SnapshotLayout:
         listed = sum(len(p) for p in meta.positions.values())
         fixed = _HEADER.size + len(meta.recipe_id.encode()) + 4 * len(meta.tokens) + 8 * len(spec.layers)
         self.listed = listed
-        self.payload_offset = -(-(fixed + 4 * meta.counts.size + 4 * listed) // _ALIGN) * _ALIGN
+        self._arrays_offset = _aligned(fixed + 4 * meta.counts.size + 4 * listed)
+        self.arrays_bytes = arrays_bytes(meta.arrays)
+        self.payload_offset = _aligned(self._arrays_offset + self.arrays_bytes)
         item = spec.dtype.itemsize
         sizes = [
             2 * int(meta.counts[layer, head]) * spec.layers[layer].head_dim * item
@@ -109,6 +123,7 @@ class SnapshotLayout:
         header = _HEADER.pack(
             _MAGIC, _VERSION, spec.fingerprint.digest, meta.prompt_tokens, len(meta.tokens), len(spec.layers),
             meta.counts.shape[1], self.payload_offset, self.payload_bytes, len(recipe), self.listed,
+            self.arrays_bytes,
         )  # fmt: skip
         listed = [meta.positions[key] for key in sorted(meta.positions)]
         raw = b"".join(
@@ -116,8 +131,11 @@ class SnapshotLayout:
             + [meta.counts.astype("<i4").tobytes()]
             + [p.astype("<i4").tobytes() for p in listed]
         )
-        raw = raw.ljust(self.payload_offset, b"\0")
-        buffer[: self.payload_offset] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        raw = raw.ljust(self._arrays_offset, b"\0")
+        buffer[: self._arrays_offset] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        stop = self._arrays_offset + self.arrays_bytes
+        write_arrays(meta.arrays, buffer[self._arrays_offset : stop])
+        buffer[stop : self.payload_offset] = 0
 
 
 def parse_snapshot(spec: ModelSpec, buffer: Tensor) -> SnapshotLayout:
@@ -127,9 +145,20 @@ def parse_snapshot(spec: ModelSpec, buffer: Tensor) -> SnapshotLayout:
     """
     if buffer.numel() < _HEADER.size:
         raise SnapshotError(f"{buffer.numel()} bytes are too short for a snapshot header")
-    magic, version, fingerprint, prompt, total, layers, heads, offset, payload, recipe_len, listed = (
-        _HEADER.unpack(buffer[: _HEADER.size].numpy().tobytes())
-    )
+    (
+        magic,
+        version,
+        fingerprint,
+        prompt,
+        total,
+        layers,
+        heads,
+        offset,
+        payload,
+        recipe_len,
+        listed,
+        carried,
+    ) = _HEADER.unpack(buffer[: _HEADER.size].numpy().tobytes())
     if magic != _MAGIC or version != _VERSION:
         raise SnapshotError(f"not a version {_VERSION} snapshot")
     if fingerprint != spec.fingerprint.digest:
@@ -138,24 +167,36 @@ def parse_snapshot(spec: ModelSpec, buffer: Tensor) -> SnapshotLayout:
         raise SnapshotError("snapshot header contradicts the model")
     if offset + payload != buffer.numel():
         raise SnapshotError(f"snapshot of {offset + payload} bytes in a buffer of {buffer.numel()}")
-    raw = buffer[_HEADER.size : offset].numpy().tobytes()
     needed = recipe_len + 4 * total + 8 * layers + 4 * layers * heads + 4 * listed
-    if len(raw) < needed:
-        raise SnapshotError("snapshot metadata is cut short")
+    arrays_at = _aligned(_HEADER.size + needed)
+    if offset != _aligned(arrays_at + carried):
+        raise SnapshotError("snapshot lengths do not add up")
+    raw = buffer[_HEADER.size : _HEADER.size + needed].numpy().tobytes()
     recipe, raw = raw[:recipe_len].decode("utf-8", "replace"), raw[recipe_len:]
     tokens, raw = np.frombuffer(raw, "<u4", total).astype(np.uint32), raw[4 * total :]
     firsts, raw = np.frombuffer(raw, "<i8", layers).astype(np.int64), raw[8 * layers :]
     size = layers * heads
     counts, raw = np.frombuffer(raw, "<i4", size).astype(np.int32).reshape(layers, heads), raw[4 * size :]
     flat = np.frombuffer(raw, "<i4", listed).astype(np.int32)
+    try:
+        arrays = read_arrays(buffer[arrays_at : arrays_at + carried])
+    except ArraysError as error:
+        raise SnapshotError(str(error)) from error
+    meta = SnapshotMeta(
+        prompt, tokens, recipe, counts, firsts, _split_positions(spec, counts, firsts, flat), arrays
+    )
     _refuse_impossible_counts(spec, counts, firsts, total)
-    positions = _split_positions(spec, counts, firsts, flat)
-    if (flat < 0).any() or (flat >= total).any() or (tokens >= spec.vocab_size).any():
-        raise SnapshotError("snapshot names a token or position that does not exist")
-    layout = SnapshotLayout(spec, SnapshotMeta(prompt, tokens, recipe, counts, firsts, positions))
+    _refuse_impossible_positions(meta)
+    if (tokens >= spec.vocab_size).any():
+        raise SnapshotError("snapshot names a token that does not exist")
+    layout = SnapshotLayout(spec, meta)
     if layout.payload_offset != offset or layout.payload_bytes != payload:
         raise SnapshotError("snapshot lengths do not add up")
     return layout
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def _refuse_impossible_counts(
@@ -177,6 +218,16 @@ def _refuse_impossible_counts(
         raise SnapshotError("snapshot keeps more of a windowed layer than its window")
 
 
+def _refuse_impossible_positions(meta: SnapshotMeta) -> None:
+    """Listed positions are tokens of the text, each once; one of a head's slots is a hole at most, in mid-way only."""
+    for listed in meta.positions.values():
+        real = listed[listed != HOLE]
+        if (real < 0).any() or (real >= len(meta.tokens)).any() or len(np.unique(real)) < len(real):
+            raise SnapshotError("snapshot names a position that does not exist, or one twice")
+        if len(real) < len(listed) - int(meta.decoded):
+            raise SnapshotError("snapshot has slots without a token")
+
+
 def _split_positions(
     spec: ModelSpec, counts: NDArray[np.int32], firsts: NDArray[np.int64], flat: NDArray[np.int32]
 ) -> dict[tuple[int, int], NDArray[np.int32]]:
@@ -192,9 +243,13 @@ def _split_positions(
 
 
 def prompt_meta(
-    spec: ModelSpec, prompt: Sequence[int], recipe_id: str, survivors: Sequence[LayerSurvivors]
+    spec: ModelSpec,
+    prompt: Sequence[int],
+    recipe_id: str,
+    survivors: Sequence[LayerSurvivors],
+    arrays: Mapping[str, Tensor] | None = None,
 ) -> SnapshotMeta:
-    """Metadata of a prompt's snapshot straight after selection."""
+    """Metadata of a prompt's snapshot straight after selection; `arrays` is what its decode rule starts from."""
     counts = np.zeros((len(spec.layers), spec.max_kv_heads), np.int32)
     firsts = np.full(len(spec.layers), -1, np.int64)
     positions: dict[tuple[int, int], NDArray[np.int32]] = {}
@@ -205,7 +260,8 @@ def prompt_meta(
             firsts[index] = layer.first
         else:
             positions.update({(index, head): rows.numpy() for head, rows in enumerate(layer.positions)})
-    return SnapshotMeta(len(prompt), np.asarray(prompt, np.uint32), recipe_id, counts, firsts, positions)
+    tokens = np.asarray(prompt, np.uint32)
+    return SnapshotMeta(len(prompt), tokens, recipe_id, counts, firsts, positions, dict(arrays or {}))
 
 
 def pack_prompt(

@@ -1,13 +1,17 @@
-"""Which models are refused at load, by name, until what they need is built."""
+"""Which models are refused at load, by name, until what they need is built, and which recipes a model cannot serve."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidRequest, UnsupportedModel
+from policies import get_policy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from engine.model import ModelSpec
+    from policies import Recipe
 
 # Factors of these RoPE variants are chosen from the largest position of the whole flattened batch, so a request's KV
 # would depend on its neighbours.
@@ -29,7 +33,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         (_recurrent(text), "recurrent (state space) layers"),
         (batch_rope, f"RoPE scaling {', '.join(sorted(batch_rope))}"),
         (_has_key(_rope_parameters(text), "mrope_section"), "multimodal RoPE (mrope_section)"),
-        (_field(text, "num_kv_shared_layers"), "KV shared between layers (num_kv_shared_layers)"),
         (_field(text, "attention_chunk_size"), "chunked attention (attention_chunk_size)"),
         (_field(text, "use_bidirectional_attention"), "bidirectional attention"),
         (_field(text, "alibi"), "ALiBi position bias"),
@@ -42,6 +45,35 @@ def unsupported(config: PretrainedConfig, what: str) -> UnsupportedModel:
     """The refusal of a model by name, for a need that shows in its configuration or only when it runs."""
     name = f"{config.model_type} ({', '.join(config.architectures or ['no architecture named'])})"
     return UnsupportedModel(f"model {name} needs {what}, which kvtide does not serve yet")
+
+
+def refuse_recipe(spec: ModelSpec, recipe: Recipe) -> None:
+    """Raise `InvalidRequest` naming the field that asks for what this model's layers do not have; return otherwise.
+
+    Selection needs a layer's rotation or output weight only where it selects, in layers that see everything. Slot
+    positions move keys, whatever layer they are of.
+    """
+    policy = get_policy(recipe)
+    scored = [layer for layer in spec.layers if layer.window is None]
+    for missing, field, what in (
+        (
+            recipe.positions == "slot" and any(layer.rotation is None for layer in spec.layers),
+            "kv.positions",
+            "'slot' needs rotary position embeddings",
+        ),
+        (
+            policy.needs_rotation and any(layer.rotation is None for layer in scored),
+            "kv.policy",
+            f"{recipe.policy!r} needs rotary position embeddings",
+        ),
+        (
+            policy.needs_output_weight and any(layer.output_weight is None for layer in scored),
+            "kv.critical" if recipe.critical else "kv.policy",
+            "weighing values by the output projection needs that to be one plain matrix",
+        ),
+    ):
+        if missing:
+            raise InvalidRequest(f"{field}: {what}, and this model has layers where it is not so", field)
 
 
 def _field(config: PretrainedConfig, name: str) -> object:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.attention import AttentionCall, causal_attention
 from engine.model import ModelSpec
+from engine.watch import QueryWatch
 
 
 class Workspace:
-    """Keys and values [Hk, N, D] per layer, and the last `window` post-RoPE queries [Hq, W, D] where a scorer asked.
+    """Keys and values [Hk, N, D] per KV cache, and what scorers asked to be shown of its queries.
 
     Owned by one prefill job; released when both the ticket and the spill that read it are done (by dropping it).
     `filled` counts leading tokens whose KV is complete in every layer. Attention runs in pieces that end at
     multiples of `piece_tokens`: beside what it reads, a piece's bits depend on where it starts and ends, no more.
     """
 
-    def __init__(self, spec: ModelSpec, tokens: int, query_window: int, piece_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokens: int,
+        watches: Mapping[int, QueryWatch] | None = None,
+        piece_tokens: int = 256,
+    ) -> None:
+        """`watches`: by cache, for the caches whose queries somebody asked for."""
         self.spec = spec
         self.tokens = tokens
         self.piece_tokens = piece_tokens
-        self.query_window = min(query_window, tokens)
+        self.watches = dict(watches or {})
         self.filled = 0
         # One allocation: large enough for the system's own pages, it goes back to the system when the prompt is done,
         # where thousands of smaller ones would stay in the allocator's heap.
@@ -32,36 +40,38 @@ class Workspace:
         shapes = [(s.kv_heads, tokens, s.head_dim) for s in spec.layers]
         self.keys = [part.view(shape) for part, shape in zip(memory[::2], shapes, strict=True)]
         self.values = [part.view(shape) for part, shape in zip(memory[1::2], shapes, strict=True)]
-        self.queries: list[Tensor | None] = [
-            torch.empty(s.query_heads, self.query_window, s.head_dim, dtype=spec.dtype)
-            if self.query_window and s.window is None
-            else None
-            for s in spec.layers
-        ]
 
     @property
     def nbytes(self) -> int:
         return self.spec.kv_bytes_per_token * self.tokens
 
+    @property
+    def failure(self) -> Exception | None:
+        """What an observer raised: this prompt cannot be selected from any more."""
+        return next((watch.failure for watch in self.watches.values() if watch.failure is not None), None)
+
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        """Store T tokens from position `start` and return their attention over 0 … start+T-1, [Hq, T, D]."""
+        """Store T tokens from position `start` and return their attention over 0 … start+T-1, [Hq, T, D].
+
+        A layer that reads another's cache stores nothing: what it is called with is there already.
+        """
         stop = start + key.shape[1]
         keys, values = self.keys[call.layer], self.values[call.layer]
-        keys[:, start:stop].copy_(key)
-        values[:, start:stop].copy_(value)
-        kept = self.queries[call.layer]
-        first = self.tokens - self.query_window
-        if kept is not None and stop > first:
-            begin = max(start, first)
-            kept[:, begin - first : stop - first].copy_(query[:, begin - start :])
+        if call.stored:
+            keys[:, start:stop].copy_(key)
+            values[:, start:stop].copy_(value)
+        watch = self.watches.get(call.layer)
+        if watch is not None:
+            watch.keep(call.reader, query, start)
         out = torch.empty_like(query)
         begin = start
         while begin < stop:
             end = min(stop, begin - begin % self.piece_tokens + self.piece_tokens)
             cut = slice(begin - start, end - start)
-            out[:, cut] = causal_attention(
-                call, query[:, cut].contiguous(), keys[:, :end], values[:, :end], begin
-            )
+            rows = query[:, cut].contiguous()
+            out[:, cut], lse = causal_attention(call, rows, keys[:, :end], values[:, :end], begin)
+            if watch is not None:
+                watch.observe(rows, keys[:, :end], lse, begin)
             begin = end
         return out
 

@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 from tiny_models import one_thread  # noqa: F401
 from torch import Tensor
 
-from engine.attention import AttentionCall, causal_attention, kvtide_attention
+from engine.attention import Attended, AttentionCall, causal_attention, kvtide_attention
 from engine.errors import UnsupportedModel
 
 # Largest error over the largest value; bf16 rounds weights and results to 8 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
+# Absolute, beside logits of up to some 50.
+LSE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
-def explicit(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+def explicit(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, start: int) -> Attended:
     """Softmax attention, one query at a time, with nothing clever in it; float64."""
     heads, length, _ = query.shape
     group = heads // key.shape[0]
     out = torch.empty(query.shape, dtype=torch.float64)
+    lse = torch.empty(heads, length, dtype=torch.float64)
     for head in range(heads):
         k, v = key[head // group].double(), value[head // group].double()
         for t in range(length):
@@ -35,9 +38,10 @@ def explicit(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, sta
                 logits = call.softcap * torch.tanh(logits / call.softcap)
             if call.sinks is not None:
                 logits = torch.cat([logits, call.sinks[head : head + 1].double()])
+            lse[head, t] = torch.logsumexp(logits, 0)
             weights = torch.softmax(logits, 0)[: place + 1 - first]
             out[head, t] = weights @ v[first : place + 1]
-    return out
+    return Attended(out, lse)
 
 
 class Case(NamedTuple):
@@ -73,10 +77,12 @@ def make_case(
 
 
 def check(case: Case) -> None:
-    found, wanted = causal_attention(*case), explicit(*case)
+    (found, lse), wanted = causal_attention(*case), explicit(*case)
     assert found.dtype is case.query.dtype and found.shape == case.query.shape
-    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    error = (found.double() - wanted.out).abs().max() / wanted.out.abs().max()
     assert float(error) < TOLERANCE[found.dtype], (float(error), case.call)
+    assert lse.dtype is torch.float32
+    torch.testing.assert_close(lse.double(), wanted.lse, atol=LSE_TOLERANCE[found.dtype], rtol=1e-5)
 
 
 @settings(max_examples=120, deadline=None)
@@ -110,15 +116,17 @@ def test_sinks_take_their_share_of_every_form(window, softcap):
     case = make_case(start=11, window=window, softcap=softcap, sinks=True)
     check(case)
     without = causal_attention(AttentionCall(0, case.call.scale, window, softcap, None), *case[1:])
-    assert (causal_attention(*case) - without).abs().max() > 0.1
+    found = causal_attention(*case)
+    assert (found.out - without.out).abs().max() > 0.1
+    assert (found.lse > without.lse).all(), "the sinks are part of the denominator"
 
 
 def test_softcap_and_window_change_the_result():
     plain = make_case(start=20)
-    base = causal_attention(*plain)
+    base = causal_attention(*plain).out
     for window, softcap in ((5, 0.0), (None, 1.0)):
         call = AttentionCall(0, plain.call.scale, window, softcap, None)
-        assert (causal_attention(call, *plain[1:]) - base).abs().max() > 0.1
+        assert (causal_attention(call, *plain[1:]).out - base).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("window", [1, 28, 29, 30, 1000])
@@ -129,7 +137,8 @@ def test_a_window_around_the_length_of_the_prompt(window):
 def test_a_window_that_reaches_everything_is_no_window():
     case = make_case(start=20, length=9)
     wide = AttentionCall(0, case.call.scale, 29, 0.0, None)
-    assert torch.equal(causal_attention(*case), causal_attention(wide, *case[1:]))
+    found, plain = causal_attention(*case), causal_attention(wide, *case[1:])
+    assert torch.equal(found.out, plain.out) and torch.equal(found.lse, plain.lse)
 
 
 @pytest.mark.parametrize("window", [None, 12])
@@ -145,7 +154,8 @@ def test_chunks_of_any_size_add_up_to_one_pass(window, softcap):
             parts.append(
                 causal_attention(whole.call, query, whole.key[:, :stop], whole.value[:, :stop], start)
             )
-        torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=1e-5, rtol=0)
+        for found, one_pass in zip(zip(*parts, strict=True), wanted, strict=True):
+            torch.testing.assert_close(torch.cat(found, 1), one_pass, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("start", [0, 40])
@@ -153,8 +163,10 @@ def test_chunks_of_any_size_add_up_to_one_pass(window, softcap):
 def test_logits_of_any_size_do_not_overflow(start, window):
     case = make_case(start=start, window=window, sinks=True)
     steep = AttentionCall(0, 60.0, window, 0.0, case.call.sinks)
-    found = causal_attention(steep, *case[1:])
-    torch.testing.assert_close(found.double(), explicit(steep, *case[1:]), atol=2e-3, rtol=0)
+    found, lse = causal_attention(steep, *case[1:])
+    wanted = explicit(steep, *case[1:])
+    torch.testing.assert_close(found.double(), wanted.out, atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted.lse, atol=1e-3, rtol=1e-5)
 
 
 def test_what_lies_behind_the_last_key_is_never_read():
@@ -162,8 +174,11 @@ def test_what_lies_behind_the_last_key_is_never_read():
     storage = torch.full((2, 60, 16), float("nan"))
     key, value = storage.clone(), storage.clone()
     key[:, :29], value[:, :29] = case.key, case.value
-    found = causal_attention(case.call, case.query, key[:, :29], value[:, :29], 20)
-    assert torch.equal(found, causal_attention(*case))
+    found, plain = (
+        causal_attention(case.call, case.query, key[:, :29], value[:, :29], 20),
+        causal_attention(*case),
+    )
+    assert torch.equal(found.out, plain.out) and torch.equal(found.lse, plain.lse)
 
 
 class Recorder:

@@ -53,8 +53,8 @@ def test_logits_of_a_running_request_do_not_depend_on_who_joins_and_leaves(monke
     seen = {}
     step = engine.batch.decode_step
 
-    def record(model, pool, rows, tokens, positions):
-        logits = step(model, pool, rows, tokens, positions)
+    def record(model, pool, rows, tokens, positions, evictions):
+        logits = step(model, pool, rows, tokens, positions, evictions)
         for token, position, own in zip(tokens, positions, logits, strict=True):
             seen.setdefault((token, position), []).append(own.clone())
         return logits
@@ -207,8 +207,8 @@ def test_logits_without_a_usable_token_fail_one_request_only(monkeypatch, alone)
     step = engine.batch.decode_step
     poisoned = done["c"].job.request
 
-    def poison(model, pool, rows, tokens, positions):
-        logits = step(model, pool, rows, tokens, positions).clone()
+    def poison(model, pool, rows, tokens, positions, evictions):
+        logits = step(model, pool, rows, tokens, positions, evictions).clone()
         for row, entry in enumerate(decode._running):
             if (
                 entry.choice.request is poisoned

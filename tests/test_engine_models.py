@@ -19,7 +19,7 @@ from policies import Recipe
 
 # Largest difference of logits, whose spread is about 1, between two orders of fp32 sums.
 TOLERANCE = 1e-4
-WINDOWED = ["mistral", "gemma2", "gemma3", "gpt_oss"]
+WINDOWED = ["mistral", "gemma2", "gemma3", "gpt_oss", "gemma3n", "gemma4"]
 
 
 def prefill_logits(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:

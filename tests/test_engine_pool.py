@@ -305,6 +305,111 @@ def test_a_row_closed_twice_is_our_mistake():
         pool.close(row)
 
 
+def filled(pool, counts):
+    """A row whose slot s of every head holds number s."""
+    row = pool.open(counts)
+    for layer, head in PLACES:
+        k, v = vectors(range(int(counts[layer, head])), SPEC.layers[layer].head_dim)
+        ops.scatter(pool.memory, pool.layouts[layer], pool.pages(row, layer)[head], k, v, 0)
+    return row
+
+
+def contents(pool, row, layer, head):
+    """Numbers in the slots of one head."""
+    count = int(pool.counts(row)[layer, head])
+    k, v = (torch.empty(count, SPEC.layers[layer].head_dim) for _ in "kv")
+    ops.gather(pool.memory, pool.layouts[layer], pool.pages(row, layer)[head], 0, count, k, v)
+    return k[:, 0].tolist()
+
+
+FULL_LAYERS = np.array([0, 2])
+
+
+def test_a_token_fills_the_hole_of_an_evicted_one_and_other_rows_keep_it():
+    pool = PagePool(SPEC, 60, 2, CONTEXT)
+    counts = np.array([[40, 40, 0], [4, 0, 0], [40, 40, 40], [4, 4, 0]], np.int32)
+    row = filled(pool, counts)
+    copy, used = pool.fork(row), pool.use.used
+    write = np.array([[3, 40, 0], [39, 35, 40]], np.int32)
+    pool.aim(row, FULL_LAYERS, write)
+    pool.reserve_slot(np.array([row]))
+    pool.check()
+    # The pages of both holes and of both ends of layer 0 and 2, and what windowed layers write to.
+    assert pool.use.used == used + 5 + 3
+    rows = torch.tensor([row], dtype=torch.int32)
+    for layer, heads in enumerate(HEADS):
+        k, v = vectors([99] * heads, SPEC.layers[layer].head_dim)
+        ops.append(
+            pool.memory, pool.layouts[layer], pool.tables[:, layer, :heads], pool.write[:, layer, :heads], rows,
+            k.unsqueeze(0), v.unsqueeze(0),
+        )  # fmt: skip
+    pool.advance(np.array([row]))
+    assert pool.counts(row)[FULL_LAYERS].tolist() == [[40, 41, 0], [40, 40, 41]]
+    numbers = [float(number) for number in range(40)]
+    assert contents(pool, row, 0, 0) == [*numbers[:3], 99.0, *numbers[4:]]
+    assert contents(pool, row, 0, 1) == [*numbers, 99.0]
+    assert contents(pool, row, 2, 0) == [*numbers[:39], 99.0]
+    assert all(
+        contents(pool, copy, layer, head) == numbers for layer in (0, 2) for head in range(HEADS[layer])
+    )
+    assert torch.equal(pool.write[row], pool.lengths[row])
+    pool.check()
+
+
+def test_a_row_shrinks_into_pages_of_its_own_or_not_at_all():
+    counts = np.array([[40, 40, 0], [4, 0, 0], [40, 40, 40], [4, 4, 0]], np.int32)
+    pool = PagePool(SPEC, PagePool(SPEC, 1, 1, CONTEXT).pages_for(counts) + 3, 2, CONTEXT)
+    row = filled(pool, counts)
+    used, less = pool.use.used, counts.copy()
+    less[0] = [17, 16, 0]
+    less[2] = [40, 5, 33]
+    pool.shrink(row, less)
+    assert (pool.counts(row) == less).all() and pool.use.used == used - 1 - 2 - 1
+    assert contents(pool, row, 0, 0) == [float(number) for number in range(17)]
+    pool.check()
+    copy, rest = pool.fork(row), less.copy()
+    rest[0, :2] = [16, 3]
+    rest[2, 2] = 1
+    while pool.use.free > 2:
+        pool._take(1)
+    before = pool.tables.clone()
+    with pytest.raises(OutOfPages):
+        pool.shrink(row, rest)  # takes three
+    assert torch.equal(pool.tables, before) and (pool.counts(row) == less).all()
+    rest[2, 2] = 33
+    pool.shrink(row, rest)
+    assert (pool.counts(copy) == less).all() and contents(pool, copy, 0, 0)[-1] == 16.0
+    shared = set(pool.pages(row, 0).flatten().tolist()) & set(pool.pages(copy, 0).flatten().tolist())
+    assert shared == {-1}
+
+
+def test_rows_that_rewrite_their_slots_share_nothing():
+    pool = PagePool(SPEC, 60, 3, CONTEXT)
+    row = filled(pool, np.array([[40, 40, 0], [4, 0, 0], [40, 40, 40], [4, 4, 0]], np.int32))
+    pool.rewrite(row)
+    copies = [pool.fork(row) for _ in range(2)]
+    pool.reserve_slot(np.array([row, *copies]))
+    pool.check()
+    assert not (pool._refs > 1).any()
+    for layer, head in ((0, 1), (2, 2)):
+        assert all(contents(pool, r, layer, head) == contents(pool, row, layer, head) for r in copies)
+
+
+def test_windowed_slots_are_numbered_anew_before_the_page_table_ends():
+    pool = PagePool(SPEC, 60, 1, 600)
+    counts = np.array([[3, 3, 0], [19, 0, 0], [3, 3, 3], [4, 4, 0]], np.int32)
+    row = pool.open(counts, np.array([0, 589, 0, 604]))
+    before = [pool.pages(row, layer).clone() for layer in (1, 3)]
+    assert pool.tables.shape[3] * 16 == 608  # 19 places of 32 slots hold more
+    pool.slide(row)
+    assert pool.first_slots(row).tolist() == [0, 589, 0, 604 - 512]
+    assert pool.counts(row)[[1, 3], 0].tolist() == [608, 608 - 512]
+    assert torch.equal(pool.pages(row, 1), before[0])
+    assert torch.equal(pool.pages(row, 3)[:, :6], before[1][:, 32:38])
+    pool.check()
+    assert pool.early_slots(np.array([0, 589, 0, 604])).tolist() == [0, 77, 0, 92]
+
+
 def test_check_finds_a_lost_page_and_a_foreign_one():
     for damage in (-1, 3):
         pool = PagePool(SPEC, 20, 2, CONTEXT)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import local_engine, one_thread, request, snapkv, tiny, tokens_of  # noqa: F401
+from tiny_models import local_engine, one_thread, request, tiny, tokens_of  # noqa: F401
 
 from engine.errors import GenerationFailed
 from engine.prefill import PrefillDone, PrefillEngine, PrefillFailed, PrefillJob, run_to_end
 from engine.schedule import PrefillNeed, plan_prefill
 from engine.workspace import Workspace
-from policies import POLICIES
+from policies import load_policy, make_recipe
 from policies.policy import LayerView
 from policies.snapkv import SnapKV
 
@@ -70,11 +70,11 @@ class Picky(SnapKV):
         return super().score(layer)
 
 
-def test_a_policy_that_raises_fails_its_own_prompt_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "snapkv", Picky)
+def test_a_policy_that_raises_fails_its_own_prompt_only() -> None:
+    recipe = make_recipe(policy=load_policy(f"{__name__}:Picky"), budget=20)
     model = tiny("llama").model
     engine = PrefillEngine(model, chunk_tokens=256)
-    asked = [request(f"r{length}", tokens_of(length), snapkv(20)) for length in (60, 75, 80)]
+    asked = [request(f"r{length}", tokens_of(length), recipe) for length in (60, 75, 80)]
     for one in asked:
         engine.add(PrefillJob(one, engine.open_workspace(one)))
     results = {result.job.request.request_id: result for result in engine.step()}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,13 @@ from engine.batch import DecodeEngine
 from engine.request import FinishReason
 from engine.sampler import Sampled
 from engine.sequence import Choice
+from policies import make_recipe
 
 MODEL = tiny(FAMILY).model
 REPOSITORY = Path(__file__).parent.parent
+
+FORGETFUL = make_recipe(policy="h2o", budget=20, decode={"rule": "h2o", "every": 4})
+ENDLESS = make_recipe(decode={"rule": "streaming_llm", "budget": 24}, positions="slot")
 
 ASKED = request(
     "asked", tokens_of(90, 3), snapkv(30), n=2, temperature=1.0, seed=18, frequency_penalty=0.6,
@@ -31,6 +36,8 @@ OTHERS = [
     request("greedy", tokens_of(50, 1), snapkv(20), max_tokens=20),
     request("full", tokens_of(33, 5), temperature=0.7, top_p=0.9, seed=8, max_tokens=30),
     request("three", tokens_of(70, 8), snapkv(40), n=3, temperature=1.0, seed=2, top_k=20, max_tokens=24),
+    request("forgets", tokens_of(44, 9), FORGETFUL, n=2, temperature=1.0, seed=4, max_tokens=30),
+    request("endless", tokens_of(40, 10), ENDLESS, temperature=1.0, seed=6, max_tokens=30),
 ]
 
 
@@ -248,6 +255,35 @@ def test_a_choice_made_anew_is_where_it_was(expected):
             if old.finish_reason is not None:
                 break
         assert old.finish_reason is (FinishReason.STOP if "stop" in str(more) else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("name", ["forgets", "endless"])
+def test_a_sequence_that_evicts_moves_in_the_middle_of_a_replay_and_after_it(prompts, expected, name):
+    done = prompts[name]
+    known = [ids(events)[:14] for events in expected[name]]
+    engines = [DecodeEngine(MODEL, tiny_models.new_pool(MODEL)) for _ in range(4)]
+    engines[0].add(first_choices(done, known)[0], done.layout, tiny_models.packed(done))
+    found = {}
+    for source, target in pairwise(engines):
+        for _ in range(7):
+            for result in source.step():
+                for event in result.events:
+                    found.setdefault(f"{name}/{event.choice}", []).append(plain(event))
+        for choice in range(len(known)):
+            taken = source.take_out(name, choice)
+            target.add([taken.choice], taken.layout, taken.buffer)
+        source.check()
+        assert source.idle and source.use.used == 0
+    for key, events in finish(engines[-1]).items():
+        assert found[key] + events == expected[name][int(key[-1])][14:]
+
+
+def test_a_snapshot_of_another_recipe_is_our_own_mistake(prompts):
+    done = prompts["forgets"]
+    wanted = replace(done.job.request, recipe=ENDLESS)
+    choice = Choice(wanted, 0, byte_pieces(), frozenset(), [5])
+    with pytest.raises(AssertionError, match="another recipe"):
+        DecodeEngine(MODEL, tiny_models.new_pool(MODEL)).add([choice], done.layout, tiny_models.packed(done))
 
 
 def test_a_snapshot_of_another_text_is_our_own_mistake(prompts, expected):

@@ -59,9 +59,9 @@ def ragged_survivors(spec, tokens, seed=0):
     return chosen
 
 
-def pack(spec, space, survivors, recipe_id="snapkv:test", prompt=None):
+def pack(spec, space, survivors, recipe_id="snapkv:test", prompt=None, arrays=None):
     prompt = tokens_of(space.tokens) if prompt is None else prompt
-    layout = SnapshotLayout(spec, prompt_meta(spec, prompt, recipe_id, survivors))
+    layout = SnapshotLayout(spec, prompt_meta(spec, prompt, recipe_id, survivors, arrays))
     buffer = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
     pack_prompt(layout, buffer, space, survivors)
     return buffer
@@ -100,7 +100,59 @@ def test_metadata_is_a_few_percent_at_512_kept_tokens_of_smollm2():
     assert layout.payload_offset <= 0.03 * layout.payload_bytes
 
 
-BUFFER = pack(SPEC, random_workspace(SPEC, 40), ragged_survivors(SPEC, 40))
+ARRAYS = {
+    "mass": torch.randn(2, 3, 40),
+    "caps": torch.arange(6, dtype=torch.int32).view(2, 3),
+    "seen": torch.arange(7, dtype=torch.uint8),
+    "queries": torch.randn(2, 4, 3, 5).bfloat16(),
+    "nothing": torch.empty(0, 5),
+    "single": torch.tensor(3.5),
+}
+
+
+def test_arrays_of_a_rule_travel_as_they_are():
+    space, survivors = random_workspace(SPEC, 40), ragged_survivors(SPEC, 40)
+    layout = SnapshotLayout(SPEC, prompt_meta(SPEC, tokens_of(40), "h2o:test", survivors, ARRAYS))
+    buffer = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
+    pack_prompt(layout, buffer, space, survivors)
+    found = parse_snapshot(SPEC, buffer)
+    assert found.meta.arrays.keys() == ARRAYS.keys() and not found.meta.decoded
+    for name, array in ARRAYS.items():
+        assert found.meta.arrays[name].dtype == array.dtype
+        assert torch.equal(found.meta.arrays[name], array)
+    for ours, theirs in zip(found.head(buffer, 2, 1), layout.head(buffer, 2, 1), strict=True):
+        assert torch.equal(ours, theirs)
+    carried = {name: array.clone() for name, array in found.meta.arrays.items()}
+    buffer.fill_(0)
+    assert all(torch.equal(found.meta.arrays[name], carried[name]) for name in ARRAYS)
+
+
+@pytest.mark.parametrize("name", ["Mass", "m2", "", "a" * 17])
+def test_an_array_that_cannot_be_carried_is_our_own_mistake(name):
+    with pytest.raises(AssertionError):
+        damaged_meta(arrays={name: torch.zeros(2)})
+    with pytest.raises(AssertionError):
+        damaged_meta(arrays={"mass": torch.zeros(2, dtype=torch.float64)})
+
+
+def test_holes_are_for_sequences_that_evict():
+    meta = parse_snapshot(SPEC, BUFFER).meta
+    listed = meta.positions[2, 0].copy()
+    listed[0] = -1
+    twice = listed.copy()
+    twice[0] = twice[1] if len(twice) > 1 else -2
+    running = {"caps": torch.zeros(2, 3, dtype=torch.int32), "write": torch.zeros(2, 3, dtype=torch.int32)}
+    one = {**meta.positions, (2, 0): listed}
+    assert parse_snapshot(SPEC, damaged_meta(positions=one, arrays=running)).meta.positions[2, 0][0] == -1
+    two = {**one, (2, 0): np.where(np.arange(len(listed)) < 2, -1, listed).astype(np.int32)}
+    for positions, arrays in ((one, {}), (one, {"caps": running["caps"]}), (two, running)):
+        with pytest.raises(SnapshotError, match="without a token"):
+            parse_snapshot(SPEC, damaged_meta(positions=positions, arrays=arrays))
+    with pytest.raises(SnapshotError, match="twice"):
+        parse_snapshot(SPEC, damaged_meta(positions={**one, (2, 0): twice}, arrays=running))
+
+
+BUFFER = pack(SPEC, random_workspace(SPEC, 40), ragged_survivors(SPEC, 40), arrays=ARRAYS)
 METADATA = parse_snapshot(SPEC, BUFFER).payload_offset
 
 

@@ -10,9 +10,10 @@ import torch
 import transformers
 from tiny_models import build_config, build_network, one_thread, tokens_of  # noqa: F401
 
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidRequest, UnsupportedModel
 from engine.model import load_model, wrap_model
-from engine.support import refuse_unsupported
+from engine.support import refuse_recipe, refuse_unsupported
+from policies import make_recipe
 
 SMALL = {
     "vocab_size": 96,
@@ -68,9 +69,7 @@ REFUSED = [
     ("Gemma3TextConfig", {**SMALL, "use_bidirectional_attention": True}, "bidirectional attention"),
     ("Llama4Config", {}, "chunked"),
     ("Llama4TextConfig", {}, "chunked"),
-    ("Gemma3nConfig", {}, "KV shared between layers"),
-    ("Gemma3nTextConfig", {}, "KV shared between layers"),
-    ("Gemma4TextConfig", {"num_kv_shared_layers": 2}, "KV shared between layers"),
+    ("Gemma4TextConfig", {"use_bidirectional_attention": "all"}, "bidirectional attention"),
     ("T5Config", {}, "encoder-decoder"),
     ("BartConfig", {}, "encoder-decoder"),
     ("FalconConfig", {"alibi": True}, "ALiBi"),
@@ -122,7 +121,16 @@ def test_served_families_are_not_refused(family):
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3MoeConfig", "MixtralConfig", "Olmo3Config", "Cohere2Config", "SmolLM3Config"]
+    "name",
+    [
+        "Qwen3MoeConfig",
+        "MixtralConfig",
+        "Olmo3Config",
+        "Cohere2Config",
+        "SmolLM3Config",
+        "Gemma3nConfig",
+        "Gemma4Config",
+    ],
 )
 def test_plain_relatives_are_not_refused(name):
     refuse_unsupported(getattr(transformers, name)())
@@ -156,3 +164,33 @@ def test_a_folder_with_another_kind_of_model_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
         with pytest.raises(UnsupportedModel, match=config.model_type):
             load_model(tmp_path)
+
+
+SLOTS = {"policy": "full", "decode": {"rule": "streaming_llm", "budget": 64}, "positions": "slot"}
+EXPECTED = {"policy": "expected_attention", "budget": 64}
+CRITICAL = {"policy": "knorm", "budget": 64, "critical": True}
+
+
+@pytest.mark.parametrize("fields", [SLOTS, EXPECTED, CRITICAL])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_recipes_that_need_model_facts_are_served_where_the_model_has_them(family, fields):
+    refuse_recipe(tiny_models.tiny(family).model.spec, make_recipe(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [(SLOTS, "kv.positions"), (EXPECTED, "kv.policy"), (CRITICAL, "kv.critical")]
+)
+def test_recipes_that_need_model_facts_are_refused_by_field_where_it_has_none(fields, field):
+    spec = tiny_models.plain_spec([(2, 16, None), (2, 16, 20)])  # neither rotations nor output weights
+    with pytest.raises(InvalidRequest, match=field) as refusal:
+        refuse_recipe(spec, make_recipe(**fields))
+    assert refusal.value.field == field
+
+
+def test_recipes_are_not_refused_for_layers_they_do_not_select_in():
+    spec = tiny_models.plain_spec([(2, 16, 20)])
+    refuse_recipe(spec, make_recipe(**EXPECTED))
+    refuse_recipe(spec, make_recipe(**CRITICAL))
+    refuse_recipe(tiny_models.plain_spec([(2, 16, None)]), make_recipe(policy="snapkv", budget=64))
+    with pytest.raises(InvalidRequest):
+        refuse_recipe(spec, make_recipe(**SLOTS))

@@ -18,11 +18,13 @@ import pytest
 import torch
 
 from engine.local import Completion
+from engine.plan import plan_prompt
 from engine.prefill import PrefillDone
 from engine.prefix import PrefixCache
+from engine.survivors import layer_view
 from kv_tiers.cpu import CpuTier
 from kv_tiers.slab import Slab
-from policies import LayerView, get_policy, make_recipe
+from policies import make_recipe
 
 pytestmark = pytest.mark.timeout(600)  # two tests pay for the runs of all the others
 
@@ -84,15 +86,8 @@ class Selections:
 
 def own_scores(done: PrefillDone, layer: int) -> torch.Tensor:
     workspace = done.job.workspace
-    return get_policy(done.job.request.recipe).score(
-        LayerView(
-            layer,
-            workspace.keys[layer],
-            workspace.values[layer],
-            workspace.queries[layer],
-            workspace.spec.layers[layer].scale,
-        )
-    )
+    plan = plan_prompt(workspace.spec, done.job.request)
+    return plan.policy.score(layer_view(workspace, plan, layer))
 
 
 @pytest.fixture(scope="module")

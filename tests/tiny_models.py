@@ -55,6 +55,15 @@ _COMMON = {
     "pad_token_id": 2,
     "initializer_range": 0.2,
 }
+# Layers 3 to 5 read the KV of layers 1 and 2: three caches, of which one is windowed and private.
+_SHARING = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "sliding_window": 20,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -99,6 +108,16 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_SHARING,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gemma4": ("Gemma4TextConfig", {**_SHARING, "global_head_dim": 32}),
 }
 
 
