@@ -1,6 +1,7 @@
-"""`kvtide`: serve, generate, config, fetch."""
+"""`kvtide`: serve, generate, inspect, config, fetch."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -36,6 +37,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if flags := [word for word in more if word.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     parsed.options += more
+    if parsed.command == "inspect" and "=" in parsed.file:
+        # Options came first; the file is the word that is none.
+        words = [parsed.file, *parsed.options]
+        parsed.file = next((word for word in words if "=" not in word), parsed.file)
+        parsed.options = [word for word in words if word != parsed.file]
     return parsed
 
 
@@ -43,8 +49,14 @@ def _run(parsed: argparse.Namespace) -> int:
     try:
         refuse_foreign_kernels()
         options = parse_options(parsed.options)
-        run = {"serve": _serve, "generate": _generate, "config": _config, "fetch": _fetch}[parsed.command]
-        return run(options, parsed)
+        commands = {
+            "serve": _serve,
+            "generate": _generate,
+            "inspect": _inspect,
+            "config": _config,
+            "fetch": _fetch,
+        }
+        return commands[parsed.command](options, parsed)
     except (ValidationError, ValueError) as error:
         print(f"kvtide: {_explain(error)}", file=sys.stderr)
         return 2
@@ -103,6 +115,26 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _amount(text: str) -> int | float | str:
+    """A budget: tokens, a fraction, or bytes with their unit; what is none of them is for the recipe to refuse."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _fields(text: str) -> dict[str, object]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError:
+        given = None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object like {{"window": 32}}')
+    return given
+
+
 def _serve(options: AppArgs, parsed: argparse.Namespace) -> int:
     from deployments.launch import launch
 
@@ -132,6 +164,23 @@ def _generate(options: AppArgs, parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _inspect(options: AppArgs, parsed: argparse.Namespace) -> int:
+    from deployments.inspection.run import inspect, make_inspection
+
+    wanted = make_inspection(
+        parsed.file,
+        policies=parsed.policy,
+        recipes=parsed.recipe,
+        budget=parsed.budget,
+        kv=parsed.kv,
+        chat=parsed.chat,
+        out=parsed.out,
+    )
+    for path in inspect(options, wanted):
+        print(path, flush=True)
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvtide", description="Long-context LLM serving in which evicting KV loses nothing."
@@ -147,6 +196,24 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="apply the model's chat template")
     generate.add_argument("--max-tokens", type=_positive, default=128)
     generate.add_argument("--temperature", type=float, default=0.0)
+    inspect = commands.add_parser(
+        "inspect", help="draw what recipes keep of a text: a PNG and an HTML page each"
+    )
+    inspect.add_argument("file", metavar="FILE", help="the text, or - for standard input")
+    inspect.add_argument(
+        "--policy", action="append", default=[], help="eviction policy; again for another picture"
+    )
+    inspect.add_argument(
+        "--recipe", action="append", default=[], help="recipe by name; again for another picture"
+    )
+    inspect.add_argument(
+        "--budget", type=_amount, help="tokens, fraction of the text, or bytes (64MiB) to keep"
+    )
+    inspect.add_argument("--kv", type=_fields, default={}, metavar="JSON", help="further recipe fields")
+    inspect.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    inspect.add_argument(
+        "--out", metavar="PREFIX", help="files' name without .png and .html; default: FILE's, with .kept"
+    )
     commands.add_parser("config", help="print the resolved configuration")
     commands.add_parser("fetch", help="get the model's weights and print their folder")
     for command in commands.choices.values():

@@ -5,12 +5,17 @@
 
 import json
 import os
+from contextlib import suppress
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from deployments.api.recipes import AUTO, RecipeBook, make_book
 from deployments.api.settings import ApiSettings
-from policies.recipe import MAX_KERNEL, MAX_SINKS, MAX_TOKENS, MAX_WINDOW, Recipe, RecipeError, make_recipe
+from policies import load_policy
+from policies.recipe import RecipeError
+from policies.recipe_checks import MAX_KERNEL, MAX_SINKS, MAX_TOKENS, MAX_WINDOW
+from policies.recipe_checks import budget as checked_budget
 
 GIB = 1 << 30
 
@@ -36,20 +41,34 @@ class AppArgs(BaseModel):
         None, ge=16, le=MAX_TOKENS, description="Tokens of context served; by default the model's own."
     )
 
-    policy: str = Field("full", description="Default eviction policy of requests that name none.")
-    budget: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="Tokens (int) or fraction of the prompt (0-1) kept per kv head by the default policy.",
+    recipe: str = Field(
+        AUTO, min_length=1, description="Recipe of requests that name none: a name in /v1/kv/recipes."
+    )
+    policy: str | None = Field(
+        None, description="Policy of requests that name none; over `recipe`, or instead of its default, auto."
+    )
+    budget: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Annotated[float, Field(gt=0, le=1)] | str | None = (
+        Field(
+            None,
+            description="Kept by default: tokens per kv head, fraction of the prompt (0-1), or bytes in all (64MiB).",
+        )
     )
     window: int | None = Field(
-        None, ge=1, le=MAX_WINDOW, description="Last tokens whose queries score, default policy."
+        None, ge=1, le=MAX_WINDOW, description="Last tokens whose queries score by default."
     )
-    kernel: int | None = Field(
-        None, ge=1, le=MAX_KERNEL, description="Pooling kernel of the default policy (odd)."
+    kernel: int | None = Field(None, ge=1, le=MAX_KERNEL, description="Default pooling kernel (odd).")
+    pool: Literal["avg", "max"] | None = Field(None, description="Default pooling.")
+    sinks: int | None = Field(None, ge=0, le=MAX_SINKS, description="First tokens kept by default.")
+    kv: dict[str, object] = Field(
+        {}, description='Any further recipe fields of the default, e.g. {"heads": "ada", "decode": "h2o"}.'
     )
-    pool: Literal["avg", "max"] | None = Field(None, description="Pooling of the default policy.")
-    sinks: int | None = Field(
-        None, ge=0, le=MAX_SINKS, description="First tokens that the default policy keeps."
+    recipes: dict[str, dict[str, object]] = Field(
+        {},
+        description='Recipes by name: fields over a preset\'s or a new one\'s, e.g. {"qa": {"budget": 0.1}}.',
+    )
+    scorers: list[str] = Field(
+        [],
+        description='Policies of your own, "package.module:Class", importable on every node; may be named then.',
     )
 
     gateway_replicas: int = Field(1, ge=1, le=64, description="HTTP gateways.")
@@ -132,54 +151,63 @@ class AppArgs(BaseModel):
 
     @field_validator("budget", mode="before")
     @classmethod
-    def budget_is_whole_tokens_or_a_fraction(cls, given: object) -> object:
+    def budget_is_tokens_a_fraction_or_bytes(cls, given: object) -> object:
         """1 is one token and 1.0 the whole prompt, also when they come as text."""
         if given is None:
             return None
         value = given
         if isinstance(given, str):
-            try:
+            with suppress(ValueError):  # a size, perhaps
                 value = int(given) if given.strip().lstrip("+-").isdigit() else float(given)
-            except ValueError:
-                value = None
-        whole = type(value) is int and 1 <= value <= MAX_TOKENS
-        if not whole and not (isinstance(value, float) and 0 < value <= 1):
-            raise ValueError(
-                f"{given!r} is neither a whole number of tokens (1 to {MAX_TOKENS}) nor a fraction of the prompt"
-                " (0 < f <= 1.0)"
-            )
-        return value
-
-    @field_validator("prefill_resources", "decode_resources", mode="before")
-    @classmethod
-    def resources_may_come_as_json(cls, given: object) -> object:
-        """`serve run` and `kvtide` hand every value over as text."""
-        if not isinstance(given, str):
-            return given
         try:
-            return json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{given!r} is not a JSON object like {{"name": 1}}') from error
+            return checked_budget("budget", value)
+        except RecipeError as error:
+            raise ValueError(f"{error.problem}; valid: {error.valid}") from error
+
+    @field_validator("prefill_resources", "decode_resources", "kv", "recipes", mode="before")
+    @classmethod
+    def objects_may_come_as_json(cls, given: object) -> object:
+        """`serve run` and `kvtide` hand every value over as text."""
+        return _from_json(given, 'object like {"name": 1}')
+
+    @field_validator("scorers", mode="before")
+    @classmethod
+    def one_scorer_may_come_alone(cls, given: object) -> object:
+        if isinstance(given, str) and not given.lstrip().startswith("["):
+            return [given]
+        return _from_json(given, 'list like ["package.module:Class"]')
+
+    @field_validator("scorers")
+    @classmethod
+    def scorers_can_be_loaded(cls, given: list[str]) -> list[str]:
+        _load(given)
+        return given
 
     @model_validator(mode="after")
-    def default_recipe_is_valid(self) -> Self:
+    def no_field_of_the_default_is_set_twice(self) -> Self:
+        wrong = [name for name in self.kv if name == "recipe" or getattr(self, name, None) is not None]
+        if wrong := sorted({"recipe", *_ALONE}.intersection(wrong)):
+            raise ValueError(f"kv: {', '.join(wrong)} set as an option of its own; leave it out of kv")
+        return self
+
+    @model_validator(mode="after")
+    def recipes_are_valid(self) -> Self:
         try:
-            _ = self.recipe
+            _ = self.recipe_book
         except RecipeError as error:
             raise ValueError(f"{error.field}: {error}") from error
         return self
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of requests without a `kv` field."""
-        return make_recipe(
-            policy=self.policy,
-            budget=self.budget,
-            window=self.window,
-            kernel=self.kernel,
-            pool=self.pool,
-            sinks=self.sinks,
-        )
+    def recipe_book(self) -> RecipeBook:
+        """The named recipes, and that of requests without a `kv` field."""
+        self.load_scorers()
+        alone = {name: getattr(self, name) for name in _ALONE if getattr(self, name) is not None}
+        return make_book(self.recipe, {**self.kv, **alone}, self.recipes)
+
+    def load_scorers(self) -> None:
+        """Make the user's own policies known in this process."""
+        _load(self.scorers)
 
     @property
     def name(self) -> str:
@@ -214,11 +242,33 @@ class AppArgs(BaseModel):
         )
 
 
+_ALONE = ("policy", "budget", "window", "kernel", "pool", "sinks")
+"""Recipe fields that are options of their own."""
+
+
+def _load(scorers: list[str]) -> None:
+    for path in scorers:
+        try:
+            load_policy(path)
+        except RecipeError as error:
+            raise ValueError(f"{error.problem}; valid: {error.valid}") from error
+
+
+def _from_json(given: object, wanted: str) -> object:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{given!r} is not a JSON {wanted}") from error
+
+
 class ResolvedConfig(BaseModel):
     """What the options come to on this machine: printed by `kvtide config`."""
 
     options: AppArgs
     default_recipe: str
+    recipe_warnings: tuple[str, ...]
     served_name: str
     cores: int
     threads_per_replica: int
@@ -246,10 +296,12 @@ def cluster_environment() -> dict[str, str]:
 
 def resolve(options: AppArgs) -> ResolvedConfig:
     """Resolve options on this machine."""
+    book = options.recipe_book
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ResolvedConfig(
         options=options,
-        default_recipe=options.recipe.recipe_id,
+        default_recipe=book.label,
+        recipe_warnings=book.warnings,
         served_name=options.name,
         cores=cores,
         threads_per_replica=options.threads_per_replica(cores),

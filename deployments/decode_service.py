@@ -28,6 +28,7 @@ from engine.errors import (
 from engine.request import Event, GenerationRequest, TokenEvent
 from engine.sequence import Choice
 from engine.snapshot import SnapshotError, SnapshotLayout, parse_snapshot
+from engine.support import refuse_recipe
 from engine.text import TokenPieces
 from kv_tiers.transfer.endpoint import TransferEndpoint
 from kv_tiers.transfer.staging import StagingLease
@@ -184,7 +185,10 @@ class DecodeService:
         spec, tokens, more = self.engine.model.spec, len(request.prompt), request.sampling.max_tokens
         if not tokens:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if tokens + more > spec.context_length:
+        refuse_recipe(spec, request.recipe)
+        # Slot positions let an answer outgrow the context; the prompt has to fit all the same.
+        streams = request.recipe.positions == "slot"
+        if tokens + (1 if streams else more) > spec.context_length:
             raise ContextOverflow(
                 f"prompt of {tokens} tokens and {more} new ones do not fit the context of {spec.context_length}"
                 " tokens",

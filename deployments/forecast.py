@@ -1,25 +1,28 @@
 """What a recipe will keep of a prompt, before anything is computed: impossible requests are refused for free."""
 
+from math import ceil
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model import ModelSpec
+from engine.plan import PromptPlan, plan_prompt
 from engine.request import GenerationRequest
 from engine.snapshot import SnapshotLayout, SnapshotMeta
 
-# Metadata is padded to this (`engine/snapshot.py`).
+# Metadata and every array are padded to this (`engine/snapshot.py`, `engine/arrays.py`).
 _ALIGN = 64
+# The directory of a decode rule's arrays, and the padding of each.
+_ARRAYS_FRAME = 1024
 
 
 def survivor_counts(spec: ModelSpec, request: GenerationRequest) -> NDArray[np.int32]:
-    """Tokens that each kv head will keep, int32 [L, Hk]; absent heads of narrow layers count 0."""
-    tokens = len(request.prompt)
-    kept = request.recipe.budget_tokens(tokens)
-    counts = np.zeros((len(spec.layers), spec.max_kv_heads), np.int32)
-    for index, layer in enumerate(spec.layers):
-        # A windowed layer keeps what the next query sees beside itself, whatever the recipe.
-        counts[index, : layer.kv_heads] = kept if layer.window is None else min(tokens, layer.window - 1)
-    return counts
+    """Tokens that each kv head will keep, int32 [L, Hk]; absent heads of narrow layers count 0.
+
+    Where the heads of a layer share its budget ("ada") each counts the mean: the sum is exact. `InvalidRequest` for a
+    recipe that this model and prompt cannot meet.
+    """
+    return _counts(spec, plan_prompt(spec, request))
 
 
 def survivor_layout(spec: ModelSpec, request: GenerationRequest) -> SnapshotLayout:
@@ -38,4 +41,53 @@ def snapshot_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
         return 0
     layout = survivor_layout(spec, request)
     positions = int(layout.meta.counts.sum())
-    return layout.nbytes + 4 * (len(request.prompt) + positions) + _ALIGN
+    arrays = _array_bytes(spec, plan_prompt(spec, request), layout.meta.counts)
+    return layout.nbytes + 4 * (len(request.prompt) + positions) + _ALIGN + arrays
+
+
+def _counts(spec: ModelSpec, plan: PromptPlan) -> NDArray[np.int32]:
+    counts = np.zeros((len(spec.layers), spec.max_kv_heads), np.int32)
+    budgets = dict(zip(plan.scored, plan.budgets, strict=True))
+    for index, layer in enumerate(spec.layers):
+        # A windowed layer keeps what the next query sees beside itself, whatever the recipe.
+        kept = budgets[index] if layer.window is None else min(plan.tokens, layer.window - 1)
+        counts[index, : layer.kv_heads] = kept
+    return counts
+
+
+def _array_bytes(spec: ModelSpec, plan: PromptPlan, counts: NDArray[np.int32]) -> int:
+    """The most bytes of what the recipe's decode rule starts from (`DecodeRule.prompt_state`).
+
+    Arrays are as wide as the head that keeps most, which has the whole layer's budget at worst where heads share it.
+    """
+    rule, layers = plan.rule, list(plan.scored)
+    if not rule.evicts or not layers:
+        return 0
+    kept = counts[layers]
+    caps = rule.caps(kept, plan.tokens, layers)
+    shared = plan.recipe.heads == "ada" and not plan.whole
+    longest = min(plan.tokens, int((kept.sum(1) if shared else kept.max(1)).max()))
+    values = caps.size + kept.size * longest * _notes(plan, caps)
+    kept_queries = 0
+    if rule.query_window:
+        heads = max(spec.layers[index].scored_heads for index in layers)
+        dim = max(spec.layers[index].head_dim for index in layers)
+        kept_queries = len(layers) * heads * rule.query_window * dim * spec.dtype.itemsize
+    return 4 * values + kept_queries + _ARRAYS_FRAME
+
+
+def _notes(plan: PromptPlan, caps: NDArray[np.int32]) -> int:
+    """Numbers that the rule notes per survivor: one mass; scissorhands a count and a mass per coming compression."""
+    decode = plan.recipe.decode
+    if not plan.noted or plan.rule.query_window:
+        return 0
+    if decode.rule != "scissorhands":
+        return 1
+    assert decode.window is not None
+    # As many compressions as windows can overlap: heads lose `every` tokens at once, fewer where spans leave no more.
+    cap = int(caps[caps > 0].min())
+    if decode.budget is None and plan.recipe.heads == "ada":
+        cap = int(plan.recipe.alpha * cap)  # what other heads cannot take from one
+    free = cap - plan.rule.protected_tokens(plan.tokens) + 1
+    drop = cap // 2 if decode.every is None else decode.every
+    return 2 * (ceil(decode.window / max(1, min(drop, free))) + 1)

@@ -5,16 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
+from deployments.api.card import ModelCard
+from deployments.api.prompts import Prompt, chat_prompt, completion_prompt
+from deployments.api.recipes import refusal
+from deployments.api.schemas import ChatRequest, Message
 from deployments.config import GIB, AppArgs, resolve
+from deployments.served_model import model_card
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.local import LocalEngine
 from engine.model import load_model, read_config
 from engine.pool import PagePool, pool_page_bytes
 from engine.request import GenerationRequest, PromptEvent, SamplingParams
+from engine.support import refuse_recipe
 from engine.text import TokenPieces
 from engine.weights import ensure_weights
+from policies.recipe import Recipe, RecipeError
 
 
 def own_context(path: Path) -> int:
@@ -28,28 +34,24 @@ def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temper
     torch.set_num_threads(options.threads or resolve(options).cores)
     path = ensure_weights(options.model)
     context = options.context_length(own_context(path))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = load_model(path, options.dtype, options.block_tokens)
-    model.spec = replace(model.spec, context_length=context)
-    if chat:
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-    else:
-        ids = tokenizer(text).input_ids
-    room = context - len(ids)
-    if not ids:
-        raise InvalidRequest("the prompt is empty", "prompt")
+    card = model_card(options)
+    prompt, recipe = _prepare(card, text, chat)
+    room = context - len(prompt.tokens)
     if room < 1:
         raise ContextOverflow(
-            f"the prompt has {len(ids)} tokens, the context {context}, and an answer needs one",
+            f"the prompt has {len(prompt.tokens)} tokens, the context {context}, and an answer needs one",
             "prompt",
         )
+    model = load_model(path, options.dtype, options.block_tokens)
+    model.spec = replace(model.spec, context_length=context)
+    refuse_recipe(model.spec, recipe)
     pages = int(options.pool_gib * GIB) // pool_page_bytes(model.spec)
     pool = PagePool(model.spec, pages, options.max_n, context)
-    engine = LocalEngine(model, TokenPieces(tokenizer), pool, chunk_tokens=options.chunk_tokens)
-    sampling = SamplingParams(temperature=temperature, max_tokens=min(max_tokens, room))
-    request = GenerationRequest("generate", tuple(ids), sampling, options.recipe)
+    engine = LocalEngine(model, TokenPieces(card.tokenizer), pool, chunk_tokens=options.chunk_tokens)
+    # Slot positions let an answer outgrow the context.
+    limit = max_tokens if recipe.positions == "slot" else min(max_tokens, room)
+    sampling = SamplingParams(temperature=temperature, max_tokens=limit)
+    request = GenerationRequest("generate", prompt.tokens, sampling, recipe)
     for _, events in engine.stream([request]):
         for event in events:
             if isinstance(event, PromptEvent):
@@ -58,3 +60,20 @@ def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temper
             else:
                 print(event.text, end="", flush=True)
     print()
+
+
+def _prepare(card: ModelCard, text: str, chat: bool) -> tuple[Prompt, Recipe]:
+    """The prompt and its recipe, as the service would make them."""
+    if not text:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    if chat:
+        prompt = chat_prompt(card, ChatRequest(model="", messages=[Message(role="user", content=text)]))
+    else:
+        prompt = completion_prompt(card, text, "prompt")
+    try:
+        recipe = card.recipes.choose({}, prompt.map)
+    except RecipeError as error:
+        raise refusal(error) from None
+    for warning in recipe.warnings:
+        print(f"kvtide: {warning}", file=sys.stderr)
+    return prompt, recipe

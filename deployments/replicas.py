@@ -45,6 +45,7 @@ def _open_model(args: AppArgs) -> tuple[Model, int]:
     """Load the model with this replica's share of threads; → model and thread count."""
     configure_logs(args.log_level)
     refuse_foreign_kernels()
+    args.load_scorers()
     threads = resolve(args).threads_per_replica
     torch.set_num_threads(threads)
     model = load_model(ensure_weights(args.model), args.dtype, args.block_tokens)
@@ -231,4 +232,6 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         card = model_card(self._args)
+        for warning in card.recipes.warnings:
+            _log.warning("default recipe: %s", warning)
         return build_application(self._backend, card, self._args.api_settings(), answer_request_ids=False)

@@ -35,7 +35,7 @@ def model_card(args: AppArgs) -> ModelCard:
         tokenizer=tokenizer_of(args),
         context_length=context,
         max_prompt_tokens=context,
-        default_recipe=args.recipe,
+        recipes=args.recipe_book,
         end_token_ids=tuple(sorted(end_tokens_of(path))),
         vocab_size=config.vocab_size,
         created=int(os.stat(path).st_mtime),

@@ -16,6 +16,7 @@ from deployments.api.application import build_application
 from deployments.api.backend import Readiness
 from deployments.api.card import ModelCard
 from deployments.api.settings import ApiSettings
+from engine.report import SelectionReport
 from engine.request import Event, FinishReason, GenerationRequest, PromptEvent, TokenEvent, TokenLogprob
 
 MODEL = "tiny"
@@ -68,7 +69,10 @@ def prompt_event(request: GenerationRequest) -> PromptEvent:
     logprobs: tuple[TokenLogprob | None, ...] | None = None
     if request.prompt_logprobs is not None:
         logprobs = (None, *(logprob(t, request.prompt_logprobs) for t in request.prompt[1:]))
-    return PromptEvent(len(request.prompt), 2, 3, 100, 128, request.recipe.recipe_id, logprobs)
+    report = None
+    if request.report:
+        report = SelectionReport((0, 2), (3, 3), ((3, 4), (3, 2)), 0.75, (0.5, 0.9))
+    return PromptEvent(len(request.prompt), 2, 3, 100, 128, request.recipe.recipe_id, logprobs, report)
 
 
 def logprob(token_id: int, top: int) -> TokenLogprob:

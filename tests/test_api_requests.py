@@ -18,7 +18,6 @@ from api_stub import (
 )
 
 from engine.request import GenerationRequest
-from policies.recipe import make_recipe
 
 
 async def accepted_chat(**fields: object) -> GenerationRequest:
@@ -168,19 +167,6 @@ async def test_token_ids_are_taken_as_they_are() -> None:
     assert (await accepted_completion(prompt=[5, 6, 7])).prompt == (5, 6, 7)
 
 
-async def test_the_recipe_comes_from_kv_or_from_the_server() -> None:
-    default = make_recipe(policy="snapkv", budget=40, window=8)
-    kv = {"policy": "snapkv", "budget": 0.5}
-    assert (await accepted_chat(kv=kv)).recipe == make_recipe(**kv)
-    backend = StubBackend()
-    app = application(backend, make_card(default_recipe=default))
-    await chat(app)
-    await chat(app, kv={"budget": 50})
-    await chat(app, kv={"policy": "full"})
-    recipes = [request.recipe.recipe_id for request in backend.requests]
-    assert recipes == [default.recipe_id, make_recipe(policy="snapkv", budget=50, window=8).recipe_id, "full"]
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "param", "says"),
     [
@@ -234,7 +220,17 @@ async def test_the_recipe_comes_from_kv_or_from_the_server() -> None:
         ("chat", {"kv": {"policy": "snapkv", "budget": 0}}, "kv.budget", "whole number"),
         ("chat", {"kv": {"policy": "none"}}, "kv.policy", "snapkv"),
         ("chat", {"kv": {"policy": ["snapkv"]}}, "kv.policy", "snapkv"),
-        ("chat", {"kv": "snapkv"}, "kv", "dictionary"),
+        ("chat", {"kv": 5}, "kv", "recipe's name"),
+        ("chat", {"kv": "snapkv"}, "kv.recipe", "snapkv:paper"),
+        ("chat", {"kv": {"recipe": "snap"}}, "kv.recipe", "qa, code, chat, auto"),
+        ("chat", {"kv": {"report": 1}}, "kv.report", "true, false"),
+        ("chat", {"kv": {"decode": {"rule": "h2o", "budget": 64, "every": 0}}}, "kv.decode.every", "1 to"),
+        ("chat", {"kv": {"decode": "h3o"}}, "kv.decode.rule", "streaming_llm"),
+        ("chat", {"kv": {"policy": "snapkv", "bands": {"0-": 3}}}, "kv.bands", '"2-15": 256'),
+        ("chat", {"kv": {"policy": "h2o", "kernel": 5}}, "kv.kernel", "snapkv"),
+        ("chat", {"kv": {"policy": "knorm", "spans": [[0, 1]] * 1025}}, "kv.spans", "at most 1024"),
+        ("completions", {"kv": {"policy": "snapkv", "window": "question"}}, "kv.window", "token ranges"),
+        ("completions", {"kv": {"policy": "knorm", "protect": ["system"]}}, "kv.protect", "no messages"),
         ("completions", {"logprobs": 21}, "logprobs", "from 0 to 20"),
         ("completions", {"logprobs": True}, "logprobs", "integer"),
         ("completions", {"best_of": 3}, "best_of", "value of n"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -19,6 +20,10 @@ from deployments.config import AppArgs
 from deployments.launch import _greeting, serve_config
 
 ROOT = Path(__file__).parents[1]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant, who answers]\n\n{% endif %}"
+)
 
 
 def test_config_prints_valid_json_without_the_key(capsys):
@@ -86,7 +91,9 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     network().save_pretrained(path)
-    tokenizer().save_pretrained(path)
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = TEMPLATE
+    words.save_pretrained(path)
     return path
 
 
@@ -97,6 +104,35 @@ def test_generate_streams_an_answer_and_says_what_the_prompt_cost(folder, capsys
     assert "60 prompt tokens, 24 kept per head" in first.err
     assert main(["generate", "--prompt", "a" * 60, "--max-tokens", "5", *words]) == 0
     assert capsys.readouterr().out == first.out
+
+
+def test_generate_takes_recipes_as_serve_does(folder, capsys):
+    words = [f"model={folder}", "pool_gib=0.01", "recipe=qa", "budget=48", "window=8"]
+    assert main(["generate", "--prompt", "a" * 60, "--max-tokens", "3", *words]) == 0
+    assert "(snapkv:b48:w8:k13:avg:s4:ada0.2)" in capsys.readouterr().err
+    assert main(["generate", "--chat", "--prompt", "a" * 60, "--max-tokens", "3", *words]) == 0
+    assert "(snapkv:b48:w8:k13:avg:s4:t27:ada0.2)" in capsys.readouterr().err
+    assert (
+        main(["generate", "--prompt", "a", "--max-tokens", "1", f"model={folder}", "policy=sliding_window"])
+        == 0
+    )
+    assert "without sinks" in capsys.readouterr().err
+
+
+def test_generate_refuses_a_recipe_that_does_not_fit_the_prompt(folder, capsys):
+    words = [f"model={folder}", "pool_gib=0.01", "policy=snapkv", "budget=38", "window=8"]
+    assert main(["generate", "--chat", "--prompt", "a" * 60, *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kvtide: kv.budget: ") and "tail 27" in said and said.count("\n") == 1
+
+
+def test_generate_streams_beyond_the_context_in_slot_positions(folder, capsys):
+    kv = {"decode": {"rule": "streaming_llm", "budget": 24}, "positions": "slot"}
+    words = [f"model={folder}", "pool_gib=0.01", "max_context=48"]
+    assert main(["generate", "--prompt", "a" * 40, "--max-tokens", "80", *words]) == 0
+    within = capsys.readouterr().out
+    assert main(["generate", "--prompt", "a" * 40, "--max-tokens", "80", *words, f"kv={json.dumps(kv)}"]) == 0
+    assert len(capsys.readouterr().out) > 2 * len(within) > 0
 
 
 @pytest.mark.parametrize(("prompt", "part"), [("", "empty"), ("a" * 2048, "2048")], ids=["empty", "too long"])

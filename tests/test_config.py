@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from deployments.cli import parse_options
 from deployments.config import AppArgs, cluster_environment, resolve
+from policies import POLICIES
+from policies.recipe_options import OPTIONS
 
 NUMBERS = {"integer", "number"}
+SCORER = """
+from policies import Needs, Policy
+
+class Loud(Policy):
+    needs = Needs.KEYS
+    options = ()
+
+    def score(self, layer):
+        return layer.values.float().norm(dim=-1)
+"""
 
 
 def _bounded(schema: dict) -> bool:
@@ -24,7 +39,8 @@ def test_every_option_has_a_description_and_bounds(name):
     schema = AppArgs.model_json_schema()["properties"][name]
     assert schema["description"].endswith(".")
     kinds = schema.get("anyOf", [schema])
-    for kind in [*kinds, *(k["additionalProperties"] for k in kinds if "additionalProperties" in k)]:
+    inner = [kind.get("additionalProperties") for kind in kinds]
+    for kind in [*kinds, *(each for each in inner if isinstance(each, dict))]:
         assert kind.get("type") not in NUMBERS or _bounded(kind), kind
 
 
@@ -40,6 +56,8 @@ def test_every_option_has_a_description_and_bounds(name):
         (0.5, 0.5),
         (1.0, 1.0),
         (1, 1),
+        ("64MiB", "67108864B"),
+        ("1.5 kB", "1500B"),
     ],
 )
 def test_a_budget_keeps_tokens_and_fractions_apart(text, value):
@@ -49,7 +67,7 @@ def test_a_budget_keeps_tokens_and_fractions_apart(text, value):
         json.loads(json.dumps(options.model_dump(mode="json", exclude_unset=True)))
     )
     assert type(again.budget) is type(value)
-    assert type(options.recipe.budget) is type(value)
+    assert type(options.recipe_book.default_fields["budget"]) is type(value)
 
 
 @pytest.mark.parametrize("bad", ["0", "-1", "2.5", "0.0", "nan", "inf", "many", "", True, 0, 1.5, [1]])
@@ -58,6 +76,48 @@ def test_a_bad_budget_is_refused_with_what_is_valid(bad):
         AppArgs(policy="snapkv", budget=bad)
     (problem,) = refused.value.errors()
     assert problem["loc"] == ("budget",) and "fraction" in problem["msg"]
+
+
+def test_the_default_recipe_is_auto_unless_something_else_is_said():
+    assert AppArgs().recipe_book.label == "auto"
+    assert AppArgs(recipe="qa", budget=0.1).recipe_book.label == "snapkv:b0.1:w32:k13:avg:s4:ada0.2"
+    assert AppArgs(policy="h2o").recipe_book.label == "h2o:b1024:s4"
+    assert AppArgs(policy="full").recipe_book.label == "full"
+    book = AppArgs(kv={"decode": {"rule": "tova", "budget": 64}}).recipe_book
+    assert book.label == "auto" and book.default_fields == {"decode": {"rule": "tova", "budget": 64}}
+
+
+def test_json_options_come_as_text_or_as_they_are():
+    words = ['kv={"heads": "ada"}', 'recipes={"mine": {"policy": "knorm"}}', "recipe=mine", "policy=snapkv"]
+    options = parse_options(words)
+    assert options.kv == {"heads": "ada"} and options.recipes == {"mine": {"policy": "knorm"}}
+    assert options == AppArgs(
+        kv={"heads": "ada"}, recipes={"mine": {"policy": "knorm"}}, recipe="mine", policy="snapkv"
+    )
+    assert options.recipe_book.label == "snapkv:b1024:w32:k13:avg:s4:ada0.2"
+
+
+@pytest.fixture
+def own_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "mine.py").write_text(SCORER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for known in (POLICIES, OPTIONS, sys.modules):
+        for name in ("mine", "mine:Loud"):
+            known.pop(name, None)
+
+
+@pytest.mark.parametrize("text", ["mine:Loud", '["mine:Loud"]'])
+def test_a_scorer_of_ones_own_becomes_a_policy(text, own_scorer):
+    options = parse_options([f"scorers={text}", "policy=mine:Loud", "budget=64"])
+    assert options.scorers == ["mine:Loud"]
+    assert options.recipe_book.label == "mine:Loud:b64:s4"
+
+
+def test_what_a_user_should_know_of_the_default_is_shown():
+    assert resolve(AppArgs()).recipe_warnings == ()
+    (warning,) = resolve(AppArgs(policy="sliding_window")).recipe_warnings
+    assert "without sinks" in warning
 
 
 def test_words_become_typed_options():
@@ -74,7 +134,7 @@ def test_words_become_typed_options():
     assert (options.workspace_gib, options.cpu_tier_gib, options.deadline_s) == (1.0, 0.0, 1.5)
     assert options.prefill_resources == {"prefill": 1.0} and options.max_context == 4096
     assert options.api_key is not None and options.api_key.get_secret_value() == "s3cret=x"
-    assert options.recipe.recipe_id == "snapkv:b512:w16:k13:max:s4"
+    assert options.recipe_book.label == "snapkv:b512:w16:k13:max:s4"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +152,13 @@ def test_words_become_typed_options():
         (["pool_gib=nan"], ["pool_gib"]),
         (["model="], ["model", "at least 1 character"]),
         (["policy=a", "policy=b"], ["policy", "twice"]),
+        (["kv={oops"], ["kv", "JSON"]),
+        (["recipes=[1]"], ["recipes", "dictionary"]),
+        (['kv={"budget": 5}', "budget=6"], ["kv: budget", "option of its own"]),
+        (['kv={"sinks": 5}', "sinks=0", "policy=knorm"], ["kv: sinks", "option of its own"]),
+        (['kv={"recipe": "qa"}'], ["kv: recipe", "option of its own"]),
+        (["scorers=nowhere:Policy"], ["scorers", "nowhere", "package.module:Class"]),
+        (["scorers=policies.policy:LayerView"], ["scorers", "no class that implements"]),
     ],
     ids=lambda value: " ".join(value) if value and "=" in value[0] else None,
 )
@@ -109,7 +176,14 @@ def test_a_refusal_names_the_option_and_what_is_valid(words, parts, capsys):
     ("given", "field", "part"),
     [
         ({"policy": "h3o"}, "policy", "full, snapkv"),
-        ({"budget": 100}, "budget", "snapkv"),
+        ({"recipe": "qas"}, "recipe", "summarize, qa"),
+        ({"budget": 20}, "budget", "at least 36"),
+        ({"recipe": "tova:paper", "kernel": 5}, "kernel", "snapkv"),
+        ({"kv": {"decode": {"rule": "h2o", "evry": 2}}}, "decode.evry", "every"),
+        ({"kv": {"bugdet": 3}}, "bugdet", "budget"),
+        ({"recipes": {"qa": {"budget": 1.5}}}, "recipes.qa.budget", "fraction"),
+        ({"recipes": {"mine": {"policy": "h3o"}}}, "recipes.mine.policy", "snapkv"),
+        ({"recipes": {"auto": {"budget": 5}}}, "recipes.auto", "not 'auto'"),
         ({"policy": "snapkv", "kernel": 4}, "kernel", "odd"),
         ({"policy": "snapkv", "budget": 20}, "budget", "at least 36"),
         ({"policy": "full", "sinks": 2}, "sinks", "snapkv"),

@@ -49,7 +49,7 @@ application = build(builder, convert_args_to_dict(("policy=snapkv", "budget=256"
 wrapper = ours().get("RAY_SERVE_HAPROXY_BINARY_PATH", "")
 print(json.dumps({
     "message": message, "joining": joining, "starting": ours(), "wrapper_runs": os.access(wrapper, os.X_OK),
-    "recipe": application._bound_deployment.init_args[0].recipe.recipe_id,
+    "recipe": application._bound_deployment.init_args[0].recipe_book.label,
 }))
 """
 SLEEPER = """

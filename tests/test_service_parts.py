@@ -16,7 +16,7 @@ from deployments.room import Room
 from deployments.shipping import choose_transport, open_endpoint, poll_for_ever, staging_bytes
 from engine.errors import GenerationFailed
 from kv_tiers.transfer.local import LocalEndpoint, LocalFabric
-from policies import POLICIES
+from policies import load_policy, make_recipe
 from policies.snapkv import SnapKV
 
 
@@ -139,15 +139,19 @@ def test_the_engine_thread_counts_failures_until_a_step_brings_results():
     assert not any(broken) and loop.broken
 
 
-async def test_a_prompt_that_its_policy_cannot_take_fails_alone(monkeypatch):
-    class Picky(SnapKV):
-        def score(self, layer):
-            assert layer.keys.shape[1] != 75, "not 75"
-            return super().score(layer)
+class Picky(SnapKV):
+    """Cannot cope with prompts of 75 tokens."""
 
-    monkeypatch.setitem(POLICIES, "snapkv", Picky)
+    def score(self, layer):
+        assert layer.keys.shape[1] != 75, "not 75"
+        return super().score(layer)
+
+
+async def test_a_prompt_that_its_policy_cannot_take_fails_alone():
+    recipe = make_recipe(policy=load_policy(f"{__name__}:Picky"), budget=24)
     async with stand(chunk_tokens=512) as s:
-        calls = [s.prefill.prefill(ask(f"r{tokens}", tokens, max_tokens=1)) for tokens in (60, 75, 80)]
+        asked = [ask(f"r{tokens}", tokens, max_tokens=1, recipe=recipe) for tokens in (60, 75, 80)]
+        calls = [s.prefill.prefill(one) for one in asked]
         good, bad, fine = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(bad, GenerationFailed) and "not 75" in str(bad)
         assert good.prompt.prompt_tokens == 60 and fine.prompt.prompt_tokens == 80

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from math import isnan
 
 from deployments.api.card import ModelCard
 from deployments.api.plan import Plan
+from engine.report import SelectionReport
 from engine.request import Event, PromptEvent, TokenEvent
 
 Json = dict[str, object]
 
 
 class UsageTally:
-    """Token counts of one answer over all its prompts and choices. A prompt counts once whatever `n` is."""
+    """Token counts of one answer over all its prompts and choices. A prompt counts once whatever `n` is.
 
-    def __init__(self) -> None:
+    `warnings` are what the user should know of the recipe; `report` whether they asked what selection did.
+    """
+
+    def __init__(self, warnings: Sequence[str] = (), report: bool = False) -> None:
+        self.warnings = warnings
+        self.report = report
+        self.reports: list[SelectionReport] = []
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.kept_tokens = 0
@@ -35,22 +43,56 @@ class UsageTally:
         self.payload_bytes += event.payload_bytes
         self.shipped_bytes += event.shipped_bytes
         self.recipe_id = event.recipe_id
+        if self.report and event.report is not None:
+            self.reports.append(event.report)
 
     def as_json(self) -> Json:
         """OpenAI's usage object plus `kv`: what the recipe kept and what was shipped (bytes)."""
+        kv: Json = {
+            "recipe": self.recipe_id,
+            "prompt_tokens": self.prompt_tokens,
+            "kept_tokens": self.kept_tokens,
+            "payload_bytes": self.payload_bytes,
+            "shipped_bytes": self.shipped_bytes,
+        }
+        if self.warnings:
+            kv["warnings"] = list(self.warnings)
+        if self.reports:
+            kv["report"] = report_json(self.reports)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "kv": {
-                "recipe": self.recipe_id,
-                "prompt_tokens": self.prompt_tokens,
-                "kept_tokens": self.kept_tokens,
-                "payload_bytes": self.payload_bytes,
-                "shipped_bytes": self.shipped_bytes,
-            },
+            "kv": kv,
         }
+
+
+def report_json(reports: Sequence[SelectionReport]) -> Json:
+    """What selection did, as means over a request's prompts; layers are those that the policy acts on.
+
+    `kept_mass` is a layer's share of the attention of the prompt's last queries that survivors hold, null where no
+    attention was observed; `kept_tokens_per_layer` are per kv head, means where heads keep different numbers.
+    """
+    masses = [report.kept_mass for report in reports if report.kept_mass is not None]
+    per_layer = [_mean([_known(mass) for mass in layer]) for layer in zip(*masses, strict=True)]
+    kept = [[sum(counts) / len(counts) for counts in report.counts] for report in reports]
+    return {
+        "kept_mass": _mean(per_layer),
+        "kept_mass_per_layer": per_layer or None,
+        "budget_entropy": _mean([report.entropy for report in reports]),
+        "kept_tokens_per_layer": [_mean(list(layer)) for layer in zip(*kept, strict=True)],
+        "layers": list(reports[0].layers),
+    }
+
+
+def _known(mass: float) -> float | None:
+    return None if isnan(mass) else mass
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 6) if known else None
 
 
 class Answer(ABC):
@@ -65,7 +107,9 @@ class Answer(ABC):
     def __init__(self, card: ModelCard, plan: Plan, created: int) -> None:
         self.card = card
         self.plan = plan
-        self.usage = UsageTally()
+        recipes = [request.recipe for request in plan.requests]
+        warnings = dict.fromkeys(told for recipe in recipes for told in recipe.warnings)
+        self.usage = UsageTally(tuple(warnings), plan.report)
         self._created = created
 
     def chunks(self, prompt: int, events: Sequence[Event]) -> list[Json]:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from deployments.api.backend import Backend, Readiness
 from deployments.api.card import ModelCard
+from deployments.api.catalogue import catalogue
 from deployments.api.errors import ModelNotFound, api_error, http_error
 from deployments.api.exchange import CHAT, COMPLETIONS, Edge, Exchange
 from deployments.api.metrics import ApiMetrics
@@ -34,6 +35,7 @@ def build_application(
     application.state.edge = edge
     _add_generation(application, edge)
     _add_models(application, card)
+    _add_recipes(application, card)
     _add_operations(application, edge)
     application.add_exception_handler(KvtideError, _refuse)
     application.add_exception_handler(HTTPException, _refuse_http)
@@ -77,7 +79,7 @@ def _add_models(application: FastAPI, card: ModelCard) -> None:
             "max_model_len": card.context_length,
             "max_prompt_tokens": card.max_prompt_tokens,
             "end_token_ids": list(card.end_token_ids),
-            "default_recipe": card.default_recipe.recipe_id,
+            "default_recipe": card.recipes.label,
         }
 
     @application.get("/v1/models")
@@ -91,6 +93,12 @@ def _add_models(application: FastAPI, card: ModelCard) -> None:
                 f"The model {name[:128]!r} does not exist; served: {', '.join(card.names)}.", "model"
             )
         return JSONResponse(entry(name))
+
+
+def _add_recipes(application: FastAPI, card: ModelCard) -> None:
+    @application.get("/v1/kv/recipes")
+    async def recipes() -> Response:
+        return JSONResponse(catalogue(card.recipes))
 
 
 def _add_operations(application: FastAPI, edge: Edge) -> None:

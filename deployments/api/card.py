@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import jinja2
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from deployments.api.recipes import RecipeBook
 from engine.errors import InvalidRequest
-from policies.recipe import Recipe
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -31,7 +32,7 @@ class ModelCard:
     tokenizer: PreTrainedTokenizerFast
     context_length: int
     max_prompt_tokens: int
-    default_recipe: Recipe = field(default_factory=Recipe)
+    recipes: RecipeBook = field(default_factory=RecipeBook)
     end_token_ids: tuple[int, ...] = ()
     vocab_size: int = 0
     created: int = 0
@@ -65,8 +66,12 @@ class ModelCard:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` alone; the text of a special token becomes that token."""
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.encoding(text).ids
         return ids
+
+    def encoding(self, text: str) -> Encoding:
+        """As `encode`, with each token's characters in `text` (`offsets`)."""
+        return self._encoder.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens included."""
@@ -92,6 +97,10 @@ class ModelCard:
         if known is None:
             known = self._token_bytes[token_id] = self._bytes_of(token_id)
         return known
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, bytes that are no whole characters replaced."""
+        return [self.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
 
     def token_label(self, token_id: int) -> str:
         r"""The token as a string; like OpenAI, "bytes:\xf0\x9f" where its bytes are no whole characters."""

@@ -100,7 +100,7 @@ class Exchange(Response):
         outcome = Outcome.FAILED
         try:
             plan = await self._plan(HttpRequest(scope, receive))
-            meter.answer_id = plan.answer_id
+            meter.plan = plan
             outcome = await _unless_disconnected(receive, self._answer(plan, meter, scope, receive, send))
         except (ClientDisconnected, asyncio.CancelledError) as left:
             outcome = Outcome.DISCONNECTED

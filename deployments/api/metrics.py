@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from math import isnan
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -21,7 +22,9 @@ from prometheus_client.registry import Collector
 
 from deployments.api.answer import UsageTally
 from deployments.api.errors import Outcome
-from engine.request import Event, TokenEvent
+from deployments.api.plan import Plan
+from engine.report import SelectionReport
+from engine.request import Event, PromptEvent, TokenEvent
 
 _log = logging.getLogger("kvtide.api.access")
 
@@ -44,6 +47,7 @@ GAUGES = {
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 180, 600)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
 
 
@@ -110,10 +114,52 @@ class ApiMetrics:
         self.stats_failures = Counter(
             "kvtide_stats_failures", "Scrapes without the replicas' gauges.", registry=r
         )
+        self.policies = PolicyMetrics(r)
 
     def render(self) -> bytes:
         """The exposition text."""
         return generate_latest(self.registry)
+
+
+class PolicyMetrics:
+    """What selection did, per eviction policy."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        by = ["policy"]
+        self.prompts = Counter("kvtide_policy_prompts", "Prompts served.", by, registry=registry)
+        self.evicted_tokens = Counter(
+            "kvtide_policy_evicted_tokens",
+            "Prompt tokens dropped, counted in the kv head that kept most.",
+            by,
+            registry=registry,
+        )
+        self.kept_mass = Histogram(
+            "kvtide_kept_attention_mass",
+            "Share of the last queries' attention that survivors hold, mean over layers; of requests with kv.report.",
+            by,
+            registry=registry,
+            buckets=_SHARES,
+        )
+        self.entropy = Histogram(
+            "kvtide_budget_entropy",
+            "Entropy of the tokens kept over layers and heads, 1 where all keep the same; of requests with kv.report.",
+            by,
+            registry=registry,
+            buckets=_SHARES,
+        )
+
+    def observe(self, policy: str, event: PromptEvent) -> None:
+        """One prompt is done."""
+        self.prompts.labels(policy).inc()
+        self.evicted_tokens.labels(policy).inc(max(0, event.prompt_tokens - event.kept_tokens))
+        if event.report is not None:
+            self._observe_report(policy, event.report)
+
+    def _observe_report(self, policy: str, report: SelectionReport) -> None:
+        self.entropy.labels(policy).observe(report.entropy)
+        known = [mass for mass in report.kept_mass or () if not isnan(mass)]
+        if known:
+            self.kept_mass.labels(policy).observe(sum(known) / len(known))
 
 
 class RequestMeter:
@@ -127,7 +173,7 @@ class RequestMeter:
         self._first_token_s: float | None = None
         self._last: dict[tuple[int, int], float] = {}
         self._usage = UsageTally()
-        self.answer_id: str | None = None
+        self.plan: Plan | None = None
         metrics.in_flight.inc()
 
     def observe(self, prompt: int, events: list[Event]) -> None:
@@ -143,6 +189,8 @@ class RequestMeter:
                 self._metrics.cached_tokens.inc(event.cached_tokens)
                 self._metrics.kept_tokens.inc(event.kept_tokens)
                 self._metrics.shipped_bytes.inc(event.shipped_bytes)
+                if self.plan is not None:
+                    self._metrics.policies.observe(self.plan.requests[prompt].recipe.policy, event)
         for choice, count in new.items():
             self._metrics.generated_tokens.inc(count)
             self._observe_tokens((prompt, choice), count, now)
@@ -170,7 +218,7 @@ class RequestMeter:
         record = {
             "event": "request",
             "request_id": self._request_id,
-            "answer_id": self.answer_id,
+            "answer_id": self.plan.answer_id if self.plan else None,
             "endpoint": self._endpoint,
             "outcome": outcome.value,
             "prompt_tokens": usage.prompt_tokens,

@@ -11,8 +11,9 @@ from engine.request import GenerationRequest
 class Plan:
     """One HTTP request. `requests[p]` is prompt p; choice c of prompt p is the answer's choice `p * n + c`.
 
-    `logprobs` is None or the number of alternatives beside each token. `echo` holds the prompts' texts, or
-    nothing where none is wanted. `prefix_tokens` of every prompt stand for no text of the user's.
+    `logprobs` is None or the number of alternatives beside each token. `report` asks what selection did. `echo` holds
+    the prompts' texts, or nothing where none is wanted. `prefix_tokens` of every prompt stand for no text of the
+    user's.
     """
 
     answer_id: str
@@ -20,6 +21,7 @@ class Plan:
     stream: bool = False
     include_usage: bool = False
     logprobs: int | None = None
+    report: bool = False
     echo: tuple[str, ...] = ()
     prefix_tokens: int = 0
 

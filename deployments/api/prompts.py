@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 from deployments.api.card import ModelCard
 from deployments.api.schemas import ChatRequest, Message
+from deployments.api.spans import LazyPromptMap, Parts, chat_parts, text_map
 from engine.errors import InvalidRequest
+
+
+class Prompt(NamedTuple):
+    """A prompt's token ids, and where its parts are."""
+
+    tokens: tuple[int, ...]
+    map: LazyPromptMap
 
 
 def split_prompt(prompt: str | Sequence[str | int | list[int]]) -> list[tuple[str, str | list[int]]]:
@@ -27,8 +37,13 @@ def split_prompt(prompt: str | Sequence[str | int | list[int]]) -> list[tuple[st
     return several
 
 
-def completion_tokens(card: ModelCard, prompt: str | list[int], field: str) -> tuple[int, ...]:
-    """Token ids of one prompt, begin token included where the tokenizer adds one to text."""
+def completion_prompt(card: ModelCard, prompt: str | list[int], field: str) -> Prompt:
+    """One prompt, begin token included where the tokenizer adds one to text."""
+    tokens = _completion_tokens(card, prompt, field)
+    return Prompt(tokens, text_map(len(tokens), partial(card.token_texts, tokens)))
+
+
+def _completion_tokens(card: ModelCard, prompt: str | list[int], field: str) -> tuple[int, ...]:
     if isinstance(prompt, str):
         ids = card.encode(prompt)
         if not ids:  # a normaliser may drop everything
@@ -51,8 +66,8 @@ def check_token_ids(card: ModelCard, ids: list[int], field: str) -> None:
             )
 
 
-def chat_tokens(card: ModelCard, request: ChatRequest) -> tuple[int, ...]:
-    """Token ids of the chat in the model's template."""
+def chat_prompt(card: ModelCard, request: ChatRequest) -> Prompt:
+    """The chat in the model's template."""
     messages = [{"role": _role(message), "content": _text(message)} for message in request.messages]
     if not messages:
         raise InvalidRequest("messages is empty; it needs at least one message.", "messages")
@@ -72,10 +87,17 @@ def chat_tokens(card: ModelCard, request: ChatRequest) -> tuple[int, ...]:
         raise InvalidRequest(
             "continue_final_message needs a last message of the assistant.", "continue_final_message"
         )
-    ids = card.encode(card.render_chat(messages, add_prompt=add_prompt, go_on=go_on))
-    if not ids:
+    render = partial(card.render_chat, add_prompt=add_prompt, go_on=go_on)
+    text = render(messages)
+    encoding = card.encoding(text)
+    tokens = tuple(encoding.ids)
+    if not tokens:
         raise InvalidRequest("messages make an empty prompt.", "messages")
-    return tuple(ids)
+
+    def parts() -> Parts:
+        return chat_parts(render, messages, text, encoding.offsets)
+
+    return Prompt(tokens, LazyPromptMap(len(tokens), parts, partial(card.token_texts, tokens)))
 
 
 def _role(message: Message) -> str:

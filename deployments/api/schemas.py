@@ -60,6 +60,11 @@ Stop = Annotated[
 ]
 
 
+Kv = Annotated[
+    str | dict[str, object], _described("a recipe's name or an object of recipe fields; see /v1/kv/recipes")
+]
+
+
 class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -106,8 +111,9 @@ class Request(_Fields):
     logit_bias: dict[str, float] | None = Field(
         default=None, max_length=MAX_BIASES, description="Token id, as a string, to a bias from -100 to 100."
     )
-    kv: dict[str, object] | None = Field(
-        default=None, description="Extension: the recipe (policy, budget, window, kernel, pool, sinks)."
+    kv: Kv | None = Field(
+        default=None,
+        description="Extension: a recipe's name, or its fields (see /v1/kv/recipes) and `report`.",
     )
     cache_salt: str | None = Field(
         default=None,

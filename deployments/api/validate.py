@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from deployments.api.card import ModelCard
 from deployments.api.errors import ModelNotFound
 from deployments.api.plan import Plan
-from deployments.api.prompts import chat_tokens, check_token_ids, completion_tokens, split_prompt
+from deployments.api.prompts import Prompt, chat_prompt, check_token_ids, completion_prompt, split_prompt
+from deployments.api.recipes import refusal, split_kv
 from deployments.api.schemas import ChatRequest, CompletionRequest, Request
 from deployments.api.settings import ApiSettings
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.request import GenerationRequest, SamplingParams
-from policies.recipe import Recipe, RecipeError, make_recipe
+from policies.recipe import Recipe, RecipeError
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_STREAMED_TOKENS = 1_000_000
+"""Most tokens per choice where slot positions let an answer outgrow the context."""
+
 _SEED_BITS = 63
 
 
@@ -30,6 +34,8 @@ class _Ask:
     max_tokens: int | None
     max_tokens_field: str
     default_tokens: int | None
+    recipe: dict[str, object]
+    report: bool
     logprobs: int | None
     prompt_logprobs: int | None = None
 
@@ -39,8 +45,9 @@ def plan_chat(card: ModelCard, settings: ApiSettings, request: ChatRequest) -> P
     _check_shared(card, settings, request, prompts=1)
     logprobs = _chat_logprobs(request)
     max_tokens, max_field = _chat_max_tokens(request)
-    prompt = chat_tokens(card, request)
-    ask = _Ask("messages", max_tokens, max_field, None, logprobs)
+    recipe, report = _kv(request)
+    prompt = chat_prompt(card, request)
+    ask = _Ask("messages", max_tokens, max_field, None, recipe, report, logprobs)
     answer_id = f"chatcmpl-{secrets.token_hex(16)}"
     return Plan(
         answer_id,
@@ -48,6 +55,7 @@ def plan_chat(card: ModelCard, settings: ApiSettings, request: ChatRequest) -> P
         stream=bool(request.stream),
         include_usage=_include_usage(request),
         logprobs=logprobs,
+        report=report,
     )
 
 
@@ -57,27 +65,31 @@ def plan_completion(card: ModelCard, settings: ApiSettings, request: CompletionR
     _check_shared(card, settings, request, prompts=len(prompts))
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of is supported only with the value of n.", "best_of")
-    tokens = [completion_tokens(card, prompt, field) for field, prompt in prompts]
+    recipe, report = _kv(request)
+    read = [completion_prompt(card, prompt, field) for field, prompt in prompts]
     answer_id = f"cmpl-{secrets.token_hex(16)}"
     echo = bool(request.echo)
     made: list[GenerationRequest] = []
-    for (field, _), ids in zip(prompts, tokens, strict=True):
+    for (field, _), each in zip(prompts, read, strict=True):
         ask = _Ask(
             field,
             request.max_tokens,
             "max_tokens",
             DEFAULT_COMPLETION_TOKENS,
+            recipe,
+            report,
             request.logprobs,
             request.logprobs if echo else None,
         )
         name = f"{answer_id}-{len(made)}"
-        made.append(_generation(card, settings, request, ask, ids, name))
+        made.append(_generation(card, settings, request, ask, each, name))
     return Plan(
         answer_id,
         tuple(made),
         stream=bool(request.stream),
         include_usage=_include_usage(request),
         logprobs=request.logprobs,
+        report=report,
         echo=tuple(p if isinstance(p, str) else card.decode(p) for _, p in prompts) if echo else (),
         prefix_tokens=len(card.prompt_prefix) if isinstance(prompts[0][1], str) else 0,
     )
@@ -127,8 +139,8 @@ def _chat_max_tokens(request: ChatRequest) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-def _fit_context(card: ModelCard, ask: _Ask, prompt_tokens: int) -> int:
-    """The choice's `max_tokens`, or `ContextOverflow` with both numbers."""
+def _fit_prompt(card: ModelCard, ask: _Ask, prompt_tokens: int) -> int:
+    """Tokens that the context leaves for an answer, or `ContextOverflow` with both numbers."""
     if prompt_tokens > card.max_prompt_tokens:
         raise ContextOverflow(
             f"The prompt has {prompt_tokens} tokens; at most {card.max_prompt_tokens} are accepted.",
@@ -142,9 +154,23 @@ def _fit_context(card: ModelCard, ask: _Ask, prompt_tokens: int) -> int:
             "tokens, which leaves no room for an answer.",
             ask.field,
         )
+    return room
+
+
+def _fit_context(card: ModelCard, ask: _Ask, prompt_tokens: int, room: int, recipe: Recipe) -> int:
+    """The choice's `max_tokens`, or `ContextOverflow` with both numbers."""
     if ask.max_tokens is None:
         return room if ask.default_tokens is None else min(room, ask.default_tokens)
+    if recipe.positions == "slot":
+        if ask.max_tokens > MAX_STREAMED_TOKENS:
+            raise ContextOverflow(
+                f"{ask.max_tokens_field}: {ask.max_tokens} is too many; valid with slot positions: from 1 to "
+                f"{MAX_STREAMED_TOKENS}.",
+                ask.max_tokens_field,
+            )
+        return ask.max_tokens
     if ask.max_tokens > room:
+        context = card.context_length
         raise ContextOverflow(
             f"This model's maximum context length is {context} tokens; you requested "
             f"{prompt_tokens + ask.max_tokens} tokens ({prompt_tokens} in the {ask.field}, {ask.max_tokens} "
@@ -159,10 +185,12 @@ def _generation(
     settings: ApiSettings,
     request: Request,
     ask: _Ask,
-    prompt: tuple[int, ...],
+    prompt: Prompt,
     request_id: str,
 ) -> GenerationRequest:
-    max_tokens = _fit_context(card, ask, len(prompt))
+    room = _fit_prompt(card, ask, len(prompt.tokens))
+    recipe = _recipe(card, ask.recipe, prompt)
+    max_tokens = _fit_context(card, ask, len(prompt.tokens), room, recipe)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
@@ -170,12 +198,13 @@ def _generation(
         )
     return GenerationRequest(
         request_id=request_id,
-        prompt=prompt,
+        prompt=prompt.tokens,
         sampling=_sampling(card, request, max_tokens, min_tokens, ask.logprobs),
-        recipe=_recipe(card, request.kv),
+        recipe=recipe,
         tenant=request.cache_salt,
         prompt_logprobs=ask.prompt_logprobs,
         deadline_s=settings.deadline_s,
+        report=ask.report,
     )
 
 
@@ -226,14 +255,15 @@ def _logit_bias(card: ModelCard, biases: dict[str, float]) -> tuple[tuple[int, f
     return tuple(sorted(made.items()))
 
 
-def _recipe(card: ModelCard, fields: dict[str, object] | None) -> Recipe:
-    """The request's recipe. Without a policy of its own it changes single fields of the server's default."""
-    if not fields:
-        return card.default_recipe
-    if fields.get("policy") is None:
-        fields = {**card.default_recipe.as_fields(), **{k: v for k, v in fields.items() if v is not None}}
+def _kv(request: Request) -> tuple[dict[str, object], bool]:
     try:
-        return make_recipe(**fields)
+        return split_kv(request.kv)
     except RecipeError as error:
-        field = f"kv.{error.field[:64]}"
-        raise InvalidRequest(f"{field}: {error.problem[:200]}; valid: {error.valid}.", field) from None
+        raise refusal(error) from None
+
+
+def _recipe(card: ModelCard, fields: dict[str, object], prompt: Prompt) -> Recipe:
+    try:
+        return card.recipes.choose(fields, prompt.map)
+    except RecipeError as error:
+        raise refusal(error) from None
