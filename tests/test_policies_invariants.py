@@ -198,7 +198,8 @@ def test_policies_that_keep_one_set_for_all_heads_share_no_budget_between_them(n
 
 
 def test_policies_say_what_they_need_to_see() -> None:
-    wanted = {name: get_policy(make_recipe(policy=name)).queries_wanted(1000) for name in POLICIES}
+    ours = [name for name in POLICIES if ":" not in name]  # other tests register scorers of their own
+    wanted = {name: get_policy(make_recipe(policy=name)).queries_wanted(1000) for name in ours}
     assert {name: count for name, count in wanted.items() if count} == {
         "snapkv": 32,
         "scissorhands": 400,
