@@ -1,10 +1,12 @@
 # make serve model=demo policy=snapkv   every name=value goes to `kvtide serve`
 # make test ARGS="tests/test_weights.py -k digits"
+# make bench BENCH=policies ARGS=--quick
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: serve test lint format bench setup clean
 
 BIN := .venv/bin
+BENCH := serving
 NOT_OURS := ARGS PYTHON MAKE% -*%
 SETTINGS = $(strip $(foreach v,$(filter-out $(NOT_OURS),$(.VARIABLES)),$(if $(findstring command line,$(origin $v)),$v='$($v)')))
 
@@ -28,7 +30,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python -m benchmarks.bench_serving $(ARGS)
+	$(BIN)/python -m benchmarks.bench_$(BENCH) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -62,7 +62,13 @@ class Judged:
         self.marks: dict[str, list[float]] = {}
 
     def can(self, each: SampleSet) -> bool:
-        """Tries the full cache on the first samples; sets without answers need no skill."""
+        """Tries the full cache on the first samples; sets without answers need no skill.
+
+        A set that is longer than the model's context is not tried.
+        """
+        context = self._runner.model.spec.context_length
+        if any(sample.tokens + sample.new_tokens > context for sample in each.samples()):
+            return False
         first = list(islice(each.samples(), TRIED))
         if not first[0].answers:
             return True
@@ -159,7 +165,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sets", type=_words, help="names, comma-separated; default: all")
     parser.add_argument("--methods", type=_words, default=(), help="names, comma-separated; default: all")
     parser.add_argument("--cells", type=Path, help="default: build/quality-cells.jsonl")
-    parser.add_argument("--plots", type=Path, default=Path("docs"), help="folder")
+    parser.add_argument("--plots", type=Path, help="folder; default: docs, for a quick run build")
     parser.add_argument("--memory-gb", type=float, default=3.0, help="of decode pages")
     options = parser.parse_args()
     unknown = set(options.methods) - {*METHODS, *PRESETS}
@@ -174,6 +180,7 @@ def _options() -> argparse.Namespace:
         options.methods = options.methods or QUICK_METHODS
     name = "quality-cells-quick.jsonl" if options.quick else "quality-cells.jsonl"
     options.cells = options.cells or Path("build") / name
+    options.plots = options.plots or Path("build" if options.quick else "docs")
     return options
 
 

@@ -45,6 +45,17 @@ def snapshot_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
     return layout.nbytes + 4 * (len(request.prompt) + positions) + _ALIGN + arrays
 
 
+def prefill_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
+    """The most bytes that prefill holds of the prompt: full KV, queries that are read, arrays of a decode rule."""
+    plan = plan_prompt(spec, request)
+    queries = sum(
+        plan.queries(place) * spec.layers[index].scored_heads * spec.layers[index].head_dim
+        for place, index in enumerate(plan.scored)
+    )
+    held = spec.kv_bytes_per_token * plan.tokens + queries * spec.dtype.itemsize
+    return held + _array_bytes(spec, plan, _counts(spec, plan))
+
+
 def _counts(spec: ModelSpec, plan: PromptPlan) -> NDArray[np.int32]:
     counts = np.zeros((len(spec.layers), spec.max_kv_heads), np.int32)
     budgets = dict(zip(plan.scored, plan.budgets, strict=True))
@@ -84,10 +95,12 @@ def _notes(plan: PromptPlan, caps: NDArray[np.int32]) -> int:
     if decode.rule != "scissorhands":
         return 1
     assert decode.window is not None
-    # As many compressions as windows can overlap: heads lose `every` tokens at once, fewer where spans leave no more.
+    # As many compressions as windows can overlap: heads lose `every` tokens at once, fewer where sinks, spans and
+    # the newest leave no more.
     cap = int(caps[caps > 0].min())
     if decode.budget is None and plan.recipe.heads == "ada":
-        cap = int(plan.recipe.alpha * cap)  # what other heads cannot take from one
-    free = cap - plan.rule.protected_tokens(plan.tokens) + 1
+        # What other heads cannot take from one.
+        cap = min(cap, max(int(plan.recipe.alpha * cap), plan.recipe.least_tokens(plan.tokens)))
+    free = cap + 1 - min(cap, plan.rule.protected_tokens(plan.tokens) + decode.recent_tokens(cap))
     drop = cap // 2 if decode.every is None else decode.every
     return 2 * (ceil(decode.window / max(1, min(drop, free))) + 1)

@@ -1,6 +1,7 @@
 """`kvtide generate`: one prompt through the engine, in this process."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from deployments.api.card import ModelCard
 from deployments.api.prompts import Prompt, chat_prompt, completion_prompt
-from deployments.api.recipes import refusal
+from deployments.api.recipes import split_kv
 from deployments.api.schemas import ChatRequest, Message
 from deployments.config import GIB, AppArgs, resolve
 from deployments.served_model import model_card
@@ -17,7 +18,6 @@ from engine.local import LocalEngine
 from engine.model import load_model, read_config
 from engine.pool import PagePool, pool_page_bytes
 from engine.request import GenerationRequest, PromptEvent, SamplingParams
-from engine.support import refuse_recipe
 from engine.text import TokenPieces
 from engine.weights import ensure_weights
 from policies.recipe import Recipe, RecipeError
@@ -35,7 +35,8 @@ def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temper
     path = ensure_weights(options.model)
     context = options.context_length(own_context(path))
     card = model_card(options)
-    prompt, recipe = _prepare(card, text, chat)
+    prompt = read_prompt(card, text, chat)
+    recipe = choose_recipe(card, {}, prompt)
     room = context - len(prompt.tokens)
     if room < 1:
         raise ContextOverflow(
@@ -44,7 +45,6 @@ def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temper
         )
     model = load_model(path, options.dtype, options.block_tokens)
     model.spec = replace(model.spec, context_length=context)
-    refuse_recipe(model.spec, recipe)
     pages = int(options.pool_gib * GIB) // pool_page_bytes(model.spec)
     pool = PagePool(model.spec, pages, options.max_n, context)
     engine = LocalEngine(model, TokenPieces(card.tokenizer), pool, chunk_tokens=options.chunk_tokens)
@@ -62,18 +62,21 @@ def generate(options: AppArgs, text: str, *, chat: bool, max_tokens: int, temper
     print()
 
 
-def _prepare(card: ModelCard, text: str, chat: bool) -> tuple[Prompt, Recipe]:
-    """The prompt and its recipe, as the service would make them."""
+def read_prompt(card: ModelCard, text: str, chat: bool) -> Prompt:
+    """A text as the service would read it, as a question of a chat or as it is. Raises `InvalidRequest`."""
     if not text:
         raise InvalidRequest("the prompt is empty", "prompt")
     if chat:
-        prompt = chat_prompt(card, ChatRequest(model="", messages=[Message(role="user", content=text)]))
-    else:
-        prompt = completion_prompt(card, text, "prompt")
+        return chat_prompt(card, ChatRequest(model="", messages=[Message(role="user", content=text)]))
+    return completion_prompt(card, text, "prompt")
+
+
+def choose_recipe(card: ModelCard, given: Mapping[str, object], prompt: Prompt) -> Recipe:
+    """The recipe of these fields, its warnings said on standard error. ValueError names the field that is wrong."""
     try:
-        recipe = card.recipes.choose({}, prompt.map)
+        recipe = card.recipes.choose(split_kv(given)[0], prompt.map)
     except RecipeError as error:
-        raise refusal(error) from None
+        raise ValueError(f"{error.field}: {error.problem}; valid: {error.valid}") from None
     for warning in recipe.warnings:
         print(f"kvtide: {warning}", file=sys.stderr)
-    return prompt, recipe
+    return recipe

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from deployments.blocking import BlockingCalls
-from deployments.forecast import survivor_layout
+from deployments.forecast import prefill_bytes, snapshot_bytes
 from deployments.loop import EngineLoop
 from deployments.reply import PackedSnapshot, PrefillReply
 from deployments.room import Room
@@ -60,9 +60,9 @@ class PrefillService:
         ticket_ttl_s: float,
         by_reply: bool = False,
     ) -> None:
-        """`max_queued`: prompts taken at once, waiting and computed; `workspace_bytes`: most full prompt KV in memory
-        at once, spills included (one prompt always fits); `by_reply`: survivors travel inside the reply, because no
-        other process can reach `endpoint`.
+        """`max_queued`: prompts taken at once, waiting and computed; `workspace_bytes`: most full prompt KV, and what
+        recipes read or note beside it, in memory at once, spills included (one prompt always fits); `by_reply`:
+        survivors travel inside the reply, because no other process can reach `endpoint`.
         """
         self.engine = engine
         self.endpoint = endpoint
@@ -104,8 +104,8 @@ class PrefillService:
         self._refuse_if_gone()
         if self._waiting >= self._max_queued:
             raise Overloaded(f"{self._waiting} prompts wait already", retry_after_s=1.0)
+        need = prefill_bytes(self.engine.model.spec, request)
         self._waiting += 1
-        need = len(request.prompt) * self.engine.model.spec.kv_bytes_per_token
         held = 0
         try:
             async with asyncio.timeout(request.deadline_s):
@@ -177,13 +177,13 @@ class PrefillService:
                 "prompt",
             )
         if request.sampling.max_tokens > 1:
-            self._refuse_unstageable(survivor_layout(spec, request).nbytes)
+            self._refuse_unstageable(snapshot_bytes(spec, request))
 
     def _refuse_unstageable(self, nbytes: int) -> None:
         if nbytes > self.endpoint.capacity:
             raise InvalidRequest(
-                f"what the recipe keeps of the prompt takes {nbytes} bytes, transfer memory holds"
-                f" {self.endpoint.capacity}; lower kv.budget or raise staging_gib",
+                f"what the recipe keeps of the prompt takes up to {nbytes} bytes, transfer memory holds"
+                f" {self.endpoint.capacity}; lower kv.budget, raise kv.decode.every or staging_gib",
                 "kv.budget",
             )
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine.carried import refuse_contradictions
 from engine.decode import decode_step
 from engine.errors import GenerationFailed, InvalidRequest
 from engine.eviction import open_eviction, settled_counts
@@ -85,12 +86,13 @@ class DecodeEngine:
         The snapshot is the prompt's, or was taken from a running choice: what it says beyond the prompt must be the
         beginning of the generated tokens of all of them. Each has at least one.
 
-        Raises `InvalidRequest` (and does not take the buffer) when the pool could not hold one choice at its end, or
-        has fewer rows than there are choices.
+        Raises, and does not take the buffer: `InvalidRequest` when the pool could not hold one choice at its end, or
+        has fewer rows than there are choices; `SnapshotError` when the recipe's decode rule cannot go on from it.
         """
         live = [choice for choice in choices if choice.finish_reason is None]
         assert live, "nothing to decode"
         _assert_continues(live, layout)
+        refuse_contradictions(self.pool.spec, live[0].request.recipe, layout.meta)
         self.refuse_impossible(live[0], layout)
         if len(live) > self.pool.rows:
             raise InvalidRequest(
@@ -247,8 +249,9 @@ class DecodeEngine:
         wishes = (Waiting(e.pages, len(e.choices), self._headroom(e)) for e in waiting)
         count = admit(wishes, self.pool.use.free, free_rows, len(self._running))
         for entry in waiting[:count]:
-            recipe, layout = entry.choices[0].request.recipe, entry.layout
-            eviction = open_eviction(self.pool.spec, recipe, layout, entry.buffer)
+            request, layout = entry.choices[0].request, entry.layout
+            most = len(request.prompt) + request.sampling.max_tokens
+            eviction = open_eviction(self.pool.spec, request.recipe, layout, entry.buffer, most)
             row = restore(self.pool, layout, entry.buffer, eviction)
             rows = [row, *(self.pool.fork(row) for _ in entry.choices[1:])]
             start = next_position(layout.meta)

@@ -17,11 +17,12 @@ from torch import Tensor
 from engine.attention import AttentionCall
 from engine.model import ModelSpec
 from engine.pool import PagePool
-from engine.rows import read_layer, write_layer
+from engine.rows import read_layer
 from engine.snapshot import HOLE, SnapshotLayout, SnapshotMeta
 from engine.turning import TurnedKeys, turn_prompt
+from kernels import ops
 from policies.decoding import DecodeRule, get_rule
-from policies.decoding.rule import LayerKeys
+from policies.decoding.rule import MOST_TOKENS, LayerKeys
 from policies.decoding.state import DecodeState, Victims
 from policies.recipe import Recipe
 
@@ -97,16 +98,12 @@ class RowEviction:
             pool.slide(self.row)
         if self._moves is None:
             return
-        counts = pool.counts(self.row)
-        kept = []
+        moves = self._moves
+        pool.part(self.row, self.layers, moves.numpy())
         for place, layer in enumerate(self.layers.tolist()):
-            order = self._moves[place, : self._spec.layers[layer].kv_heads].clamp(min=0)
-            k, v = read_layer(pool, self.row, layer)
-            kept.append((_pick(k, order), _pick(v, order)))
-        counts[self.layers] = self.state.lengths.numpy()
-        pool.shrink(self.row, counts)
-        for layer, (k, v) in zip(self.layers.tolist(), kept, strict=True):
-            write_layer(pool, self.row, layer, k, v)
+            pages = pool.pages(self.row, layer)
+            ops.move_slots(pool.memory, pool.layouts[layer], pages, moves[place, : len(pages)])
+        pool.shrink(self.row, self.counts(pool.counts(self.row)))
         self._moves = None
         self._aim(pool)
 
@@ -193,7 +190,7 @@ class StepWatch:
         if any(codes):
             slots = max(e.state.slots for e in evictions if e is not None and e.rule.reduce)
             # Only what is observed is ever touched.
-            self._seen = torch.empty(len(scored), len(evictions), pool.spec.max_kv_heads, slots)
+            self._seen = pool.scratch(len(scored), len(evictions), pool.spec.max_kv_heads, slots)
 
     def mass(self, call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
         """Where this call's attention goes, f32 [B, Hk, M], and how heads are reduced, int32 [B]; or nothing."""
@@ -241,10 +238,11 @@ def scored_layers(spec: ModelSpec) -> NDArray[np.int64]:
 
 
 def open_eviction(
-    spec: ModelSpec, recipe: Recipe, layout: SnapshotLayout, buffer: Tensor
+    spec: ModelSpec, recipe: Recipe, layout: SnapshotLayout, buffer: Tensor, most: int = MOST_TOKENS
 ) -> RowEviction | None:
     """The eviction of a snapshot's sequence, not bound to a row yet; None where nothing ever leaves.
 
+    `most`: tokens that the sequence can ever have; a larger cap takes no memory.
     A prompt that is longer than its caps is brought within them here: `slot_order` and `counts` say what of the
     snapshot goes into pages.
     """
@@ -259,7 +257,7 @@ def open_eviction(
             listed = meta.positions[layer, head]
             positions[place, head, : len(listed)] = torch.from_numpy(listed.copy())
     arrays = {name: array for name, array in meta.arrays.items() if name not in TurnedKeys.NAMES}
-    state = rule.open(positions, lengths, meta.prompt_tokens, arrays)
+    state = rule.open(positions, lengths, meta.prompt_tokens, arrays, most)
     keys = None
     if rule.wants_keys(state):
         keys = [
@@ -319,8 +317,3 @@ def _packed_keys(layout: SnapshotLayout, buffer: Tensor, layer: int) -> Tensor:
         return layout.layer(buffer, layer)[0]
     heads = [layout.head(buffer, layer, head)[0] for head in range(layout.spec.layers[layer].kv_heads)]
     return torch.nn.utils.rnn.pad_sequence(heads, batch_first=True)
-
-
-def _pick(rows: Tensor, order: Tensor) -> Tensor:
-    """rows [Hk, n, D] at slots `order` [Hk, m]."""
-    return rows.gather(1, order.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -11,7 +11,7 @@ from engine.pool import PagePool
 from engine.request import GenerationRequest
 from engine.sequence import next_position
 from engine.snapshot import SnapshotLayout
-from engine.turning import can_turn
+from engine.support import refuse_recipe
 
 
 def refuse_impossible(pool: PagePool, request: GenerationRequest, layout: SnapshotLayout) -> None:
@@ -21,6 +21,7 @@ def refuse_impossible(pool: PagePool, request: GenerationRequest, layout: Snapsh
     pool's page tables are too short, with both numbers.
     """
     spec, recipe, meta = pool.spec, request.recipe, layout.meta
+    refuse_recipe(spec, recipe)
     tokens = len(request.prompt) + request.sampling.max_tokens
     most = most_slots(spec, recipe, meta)
     endless = most is not None and recipe.positions == "slot"
@@ -59,13 +60,8 @@ def refuse_impossible(pool: PagePool, request: GenerationRequest, layout: Snapsh
 
 
 def _refuse_slots(pool: PagePool, most: NDArray[np.int64]) -> None:
-    """A stream whose tokens count by their slots: the model must turn keys as we do, and see fewer than its context."""
+    """A stream whose tokens count by their slots: the model must see fewer than its context, windows must fit."""
     spec = pool.spec
-    if not can_turn(spec):
-        raise InvalidRequest(
-            "kv.positions 'slot' needs a model whose keys are rotated by RoPE alone; valid: absolute",
-            "kv.positions",
-        )
     full = [index for index, layer in enumerate(spec.layers) if layer.window is None]
     cached = int(most[full].max())
     if cached > spec.context_length:

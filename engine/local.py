@@ -54,7 +54,7 @@ def prompt_event(done: PrefillDone, shipped_bytes: int) -> PromptEvent:
         shipped_bytes=shipped_bytes,
         recipe_id=job.request.recipe.recipe_id,
         prompt_logprobs=tuple(job.prompt_logprobs) if wanted else None,
-        report=done.report if job.request.report else None,
+        report=done.report,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.errors import InvalidRequest
 from engine.model import LayerSpec, ModelSpec
 from engine.request import GenerationRequest
+from engine.support import refuse_recipe
 from engine.watch import QueryWatch
 from policies import get_policy
 from policies.budget import LayerShape, plan_budgets
@@ -78,6 +79,7 @@ class PromptPlan:
 def plan_prompt(spec: ModelSpec, request: GenerationRequest) -> PromptPlan:
     """The plan of a request's prompt. `InvalidRequest` where its recipe cannot be met by this model and prompt."""
     recipe, tokens = request.recipe, len(request.prompt)
+    refuse_recipe(spec, recipe)
     scored = tuple(index for index, layer in enumerate(spec.layers) if layer.window is None)
     shapes = [
         LayerShape(index, layer.kv_heads, 2 * layer.head_dim * spec.dtype.itemsize)
@@ -89,24 +91,7 @@ def plan_prompt(spec: ModelSpec, request: GenerationRequest) -> PromptPlan:
         raise InvalidRequest(
             f"kv.{error.field}: {error.problem}; valid: {error.valid}", f"kv.{error.field}"
         ) from error
-    plan = PromptPlan(recipe, get_policy(recipe), get_rule(recipe), tokens, scored, budgets, request.report)
-    _refuse_unknown_facts(spec, plan)
-    return plan
-
-
-def _refuse_unknown_facts(spec: ModelSpec, plan: PromptPlan) -> None:
-    """A policy that reads what we do not know of this model's layers is refused before anything is computed."""
-    for index in (index for place, index in enumerate(plan.scored) if plan.cut(place)):
-        layer = spec.layers[index]
-        for needed, found, what in (
-            (plan.policy.needs_rotation, layer.rotation, "the rotary embedding"),
-            (plan.policy.needs_output_weight, layer.output_weight, "the output projection"),
-        ):
-            if needed and found is None:
-                raise InvalidRequest(
-                    f"kv.policy: {plan.recipe.policy!r} needs {what} of every layer, not known of this model",
-                    "kv.policy",
-                )
+    return PromptPlan(recipe, get_policy(recipe), get_rule(recipe), tokens, scored, budgets, request.report)
 
 
 def open_watches(spec: ModelSpec, plan: PromptPlan) -> dict[int, QueryWatch]:

@@ -10,6 +10,7 @@ left in one that does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +88,7 @@ class PagePool:
         self._head_mask = np.arange(spec.max_kv_heads)[None, :] < self._heads[:, None]
         self._windows = np.array([layer.window or 0 for layer in spec.layers], np.int32)
         self._windowed = np.flatnonzero(self._windows)
+        self._scratch = torch.empty(0)
         self._layer, self._head = np.arange(len(spec.layers))[:, None], np.arange(spec.max_kv_heads)
 
     @property
@@ -251,22 +253,35 @@ class PagePool:
             for numbers in (self._lengths, self._write):
                 numbers[row, layer] -= down * self._head_mask[layer]
 
-    def shrink(self, row: int, counts: NDArray[np.int32]) -> None:
-        """Leave a row `counts` [L, Hk] slots and give the pages behind them back. Raises `OutOfPages`, nothing changed.
+    def part(self, row: int, layers: NDArray[np.int64], moves: NDArray[np.int64]) -> None:
+        """Give a row pages of its own where slots are to be written to that lie in pages which others hold too.
 
-        Heads that keep their length keep their contents. In the others every page is the row's own afterwards, and the
-        contents of those that were shared are undefined: the caller wrote them down before and writes them again.
+        moves [len(layers), Hk, C]: where the new contents of each slot come from, -1 or itself where it is not written.
+        Contents are copied. Raises `OutOfPages`, nothing changed.
         """
+        if row not in self._forked:
+            return
+        layer, head, slot = np.nonzero((moves >= 0) & (moves != np.arange(moves.shape[-1])))
+        page = slot // self.slots[layers[layer]]
+        places = {(int(layers[i]), int(h), int(p)) for i, h, p in zip(layer, head, page, strict=True)}
+        held = self._tables[row]
+        shared = [place for place in sorted(places) if self._refs[held[place]] > 1]
+        pages = self._take(len(shared))
+        for place, page in zip(shared, pages, strict=True):
+            old = held[place]
+            ops.copy_page(self.memory, int(old), int(page))
+            held[place] = page
+            self._refs[old] -= 1
+
+    def shrink(self, row: int, counts: NDArray[np.int32]) -> None:
+        """Leave a row its first `counts` [L, Hk] slots and give the pages behind them back."""
         changed = (counts != self._lengths[row]) & self._head_mask
         assert (counts <= self._lengths[row]).all(), "heads do not grow by shrinking"
         assert not changed[self._windowed].any(), "windowed layers let go of pages by themselves"
         held = self._tables[row]
         inside = np.arange(held.shape[2]) < -(-counts // self.slots[:, None])[..., None]
-        shared = inside & changed[..., None] & (held >= 0) & (self._refs[held] > 1)
-        pages = self._take(int(shared.sum()))
         behind = ~inside & changed[..., None] & (held >= 0)
-        gone = held[shared | behind]
-        held[shared] = pages
+        gone = held[behind]
         held[behind] = _NO_PAGE
         self._release(gone)
         self._lengths[row] = self._write[row] = counts
@@ -285,6 +300,16 @@ class PagePool:
             gone = self._tables[rows[b], layers[i], :, before[b, i] : after[b, i]]
             self._release(gone[gone >= 0])
             gone[...] = _NO_PAGE
+
+    def scratch(self, *shape: int) -> Tensor:
+        """f32 of `shape`, contents undefined, until it is asked for again: what a step writes down besides KV.
+
+        Kept, because new memory of this size costs more than what is written there.
+        """
+        size = math.prod(shape)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size)
+        return self._scratch[:size].view(shape)
 
     def pages(self, row: int, layer: int) -> Tensor:
         """Page table int32 [Hk, P] of one layer of a row."""

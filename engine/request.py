@@ -80,7 +80,8 @@ class PromptEvent:
 
     `kept_tokens` is the largest number of tokens that any kv head of a full-attention layer kept; `payload_bytes` the
     packed survivors' K and V alone, `shipped_bytes` the whole buffer that decode pulled (0 where nothing was shipped).
-    `prompt_logprobs[i]` belongs to prompt token i; the first is None. `report` is there where the request asked for it.
+    `prompt_logprobs[i]` belongs to prompt token i; the first is None. `report` is what selection did, with the
+    attention mass that it kept where the request asked, or where nothing was evicted.
     """
 
     prompt_tokens: int

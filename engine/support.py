@@ -50,8 +50,8 @@ def unsupported(config: PretrainedConfig, what: str) -> UnsupportedModel:
 def refuse_recipe(spec: ModelSpec, recipe: Recipe) -> None:
     """Raise `InvalidRequest` naming the field that asks for what this model's layers do not have; return otherwise.
 
-    Selection needs a layer's rotation or output weight only where it selects, in layers that see everything. Slot
-    positions move keys, whatever layer they are of.
+    Selection needs a layer's rotation or output weight only where it may select, in layers that see everything. Slot
+    positions move keys, whatever layer they are of. A refusal does not depend on the prompt.
     """
     policy = get_policy(recipe)
     scored = [layer for layer in spec.layers if layer.window is None]

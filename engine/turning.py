@@ -60,9 +60,8 @@ class TurnedKeys:
         buffer: Tensor,
     ) -> TurnedKeys:
         """From a snapshot; `moves` int64 [L, Hk, C]: the packed slot of each of the state's, None where they agree."""
-        most = int(state.protected.sum(-1).max())
-        order = (~state.protected).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
-        slots = torch.where(state.protected.gather(-1, order), order, -1)
+        slots = state.protected_slots()
+        most = slots.shape[-1]
         packed = slots if moves is None else moves.gather(-1, slots.clamp(min=0))
         carried = layout.meta.arrays.get(_KEYS)
         at = 0
@@ -110,17 +109,17 @@ class TurnedKeys:
         valid = self._slots >= 0
         shifts = torch.where(valid, wanted - state.positions.gather(-1, at), 0).transpose(1, 2)
         # A head that has fewer of them writes the rest to the next token's slot, which that token fills in this step.
-        target = torch.where(valid, self._slots, state.write.unsqueeze(-1)).int().transpose(1, 2).contiguous()
-        count = target.shape[1]
-        rows = torch.arange(count, dtype=torch.int32)
+        target = torch.where(valid, self._slots, state.write.unsqueeze(-1)).int().permute(2, 0, 1)
         for group in self._alike:
-            heads = group.keys.shape[2]
+            heads, layers = group.keys.shape[2], torch.tensor(group.layers, dtype=torch.int32)
             turned = group.rotation.rotate(group.keys, shifts[group.places][..., :heads])
-            for i, (place, layer) in enumerate(zip(group.places, group.layers, strict=True)):
-                tables = pool.pages(row, layer).expand(count, -1, -1)
+            tables, layout = pool.tables[row, :, :heads], pool.layouts[group.layers[0]]
+            slots = torch.zeros(len(target), *tables.shape[:2], dtype=torch.int32)
+            slots[:, group.layers] = target[:, group.places, :heads]
+            # As if the layers were sequences: their next token is one that stays.
+            for i, each in enumerate(slots):
                 ops.append(
-                    pool.memory, pool.layouts[layer], tables, target[place, :, :heads], rows, turned[i],
-                    group.values[i],
+                    pool.memory, layout, tables, each, layers, turned[:, i], group.values[:, i]
                 )  # fmt: skip
         self._written = wanted
 
@@ -138,11 +137,6 @@ def turn_prompt(spec: LayerSpec, keys: Tensor, frames: Tensor, positions: Tensor
     if spec.rotation is None or not shifts.any():
         return keys
     return spec.rotation.rotate(keys, shifts)
-
-
-def can_turn(spec: ModelSpec) -> bool:
-    """Whether it is known how every layer rotates its keys."""
-    return all(layer.rotation is not None for layer in spec.layers)
 
 
 def _turned_back(spec: LayerSpec, keys: Tensor, down: int) -> Tensor:

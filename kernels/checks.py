@@ -85,3 +85,56 @@ def check_columns(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, start: in
     assert lse.dtype is torch.float32 and lse.shape == (heads, count) and lse.is_cpu, "lse must be f32[Hq,T]"
     assert out.dtype is torch.float32 and out.dim() == 2 and out.shape[0] == kv_heads and out.stride(1) == 1
     assert stop <= out.shape[1], f"keys [0, {stop}) of a column for {out.shape[1]}"
+
+
+def check_moves(sources: torch.Tensor, tables: torch.Tensor) -> None:
+    """sources int64[Hk,n] for page lists int32[Hk,P]; the last dim of both contiguous."""
+    assert tables.dtype is torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
+    assert sources.dtype is torch.int64 and sources.dim() == 2 and sources.is_cpu, (
+        "sources must be int64[Hk,n]"
+    )
+    assert sources.shape[0] == tables.shape[0], f"{sources.shape[0]} heads move, {tables.shape[0]} have pages"
+    assert sources.stride(1) == 1 or sources.shape[1] < 2, "the sources of a head must be contiguous"
+
+
+def check_seen(sums: torch.Tensor, seen: torch.Tensor, lengths: torch.Tensor) -> None:
+    """sums and seen f32[L,Hk,.], their last dim contiguous, lengths int32[L,Hk]."""
+    for rows in (sums, seen):
+        assert rows.dtype is torch.float32 and rows.is_cpu and rows.dim() == 3, "want f32[L,Hk,C]"
+        assert rows.shape[:2] == lengths.shape, f"{tuple(rows.shape)} rows, {tuple(lengths.shape)} lengths"
+        assert rows.stride(2) == 1 or rows.shape[2] < 2, "the slots of a head must be contiguous"
+    _check_counts(lengths)
+
+
+def check_lowest(
+    score: torch.Tensor | None,
+    positions: torch.Tensor,
+    kept: torch.Tensor,
+    lengths: torch.Tensor,
+    recent: torch.Tensor | None,
+) -> None:
+    """positions int32[L,Hk,C], kept bool of that shape, score f32[L,Hk,.], lengths and recent int32[L,Hk]."""
+    assert positions.dtype is torch.int32 and positions.dim() == 3 and positions.is_contiguous()
+    assert kept.dtype is torch.bool and kept.shape == positions.shape and kept.is_contiguous()
+    assert lengths.shape == positions.shape[:2], f"lengths are {tuple(lengths.shape)}"
+    _check_counts(lengths)
+    if recent is not None:
+        assert recent.shape == lengths.shape
+        _check_counts(recent)
+    if score is not None:
+        assert score.dtype is torch.float32 and score.is_cpu and score.shape[:2] == lengths.shape
+        assert score.stride(2) == 1 or score.shape[2] < 2, "the slots of a head must be contiguous"
+
+
+def check_highest(values: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor) -> None:
+    """values f64[L,Hk,C] and positions int32 of that shape, both contiguous; counts int32[L,Hk]."""
+    assert values.dtype is torch.float64 and values.dim() == 3 and values.is_contiguous() and values.is_cpu
+    assert positions.dtype is torch.int32 and positions.shape == values.shape and positions.is_contiguous()
+    assert counts.shape == values.shape[:2], f"counts are {tuple(counts.shape)}"
+    _check_counts(counts)
+
+
+def _check_counts(counts: torch.Tensor) -> None:
+    assert counts.dtype is torch.int32 and counts.is_cpu and counts.is_contiguous(), (
+        "counts must be int32[L,Hk]"
+    )

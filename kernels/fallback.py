@@ -11,8 +11,12 @@ import torch
 from kernels.checks import (
     check_columns,
     check_decode,
+    check_highest,
+    check_lowest,
     check_mass,
+    check_moves,
     check_pool,
+    check_seen,
     check_span,
     check_tables,
     check_vectors,
@@ -21,11 +25,15 @@ from kernels.layout import TILE, PageLayout
 from kernels.reference import UNOBSERVED, copy_page, gather, gather_heads, read_pages, reduce_group
 
 __all__ = [
+    "add_seen",
     "append",
     "column_sums",
     "copy_page",
     "gather",
     "gather_heads",
+    "keep_highest",
+    "lowest_slots",
+    "move_slots",
     "paged_decode_attention",
     "scatter",
     "scatter_heads",
@@ -220,3 +228,85 @@ def column_sums(
             weights = logits.sub_(log_sums[head, :, above:]).exp_()
             weights.masked_fill_(positions[first:last] > positions[start + above :, None], 0.0)
             out[head, first:last] += weights.sum(dim=(0, 1)) / group
+
+
+def move_slots(pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, sources: torch.Tensor) -> None:
+    """See `kernels.reference.move_slots`."""
+    check_moves(sources, tables)
+    slots = torch.arange(sources.shape[1])
+    head, slot = torch.nonzero((sources >= 0) & (sources != slots), as_tuple=True)
+    if not len(head):
+        return
+    source = sources[head, slot]
+    old, new = tables[head, source // layout.slots], tables[head, slot // layout.slots]
+    data = pool[:, : layout.tiles * layout.tile_bytes].view(layout.dtype)
+    data = data.unflatten(1, (layout.tiles, 2, TILE * layout.padded_dim))
+    assert int(old.min()) >= 0 and int(old.max()) < pool.shape[0], "page outside the pool"
+    at = old.long(), source % layout.slots // TILE
+    token = source % TILE
+    if layout.dtype is torch.bfloat16:
+        keys = data[:, :, 0].unflatten(2, (layout.padded_dim // 2, TILE, 2))[(*at, slice(None), token)]
+        values = data[:, :, 1].unflatten(2, (TILE // 2, layout.padded_dim, 2))
+        values = values[(*at, token // 2, slice(None), token % 2)]
+    else:
+        keys = data[:, :, 0].unflatten(2, (layout.padded_dim, TILE))[(*at, slice(None), token)]
+        values = data[:, :, 1].unflatten(2, (TILE, layout.padded_dim))[(*at, token)]
+    dim = layout.head_dim
+    _write(pool, layout, new, slot % layout.slots, keys.flatten(1)[:, :dim], values[:, :dim])
+
+
+def add_seen(sums: torch.Tensor, seen: torch.Tensor, lengths: torch.Tensor) -> None:
+    """See `kernels.reference.add_seen`."""
+    check_seen(sums, seen, lengths)
+    longest = int(lengths.max())
+    assert int(lengths.min()) >= 0 and longest <= min(sums.shape[2], seen.shape[2]), f"{longest} slots"
+    used = torch.arange(longest) < lengths.unsqueeze(-1)
+    sums[..., :longest] += torch.where(used, seen[..., :longest], 0.0)
+
+
+def lowest_slots(
+    score: torch.Tensor | None,
+    positions: torch.Tensor,
+    kept: torch.Tensor,
+    lengths: torch.Tensor,
+    now: int,
+    *,
+    recent: torch.Tensor | None = None,
+    seen: int = 0,
+) -> torch.Tensor:
+    """See `kernels.reference.lowest_slots`."""
+    check_lowest(score, positions, kept, lengths, recent)
+    longest = int(lengths.max())
+    most = positions.shape[2] if score is None else min(positions.shape[2], score.shape[2])
+    assert int(lengths.min()) >= 0 and longest <= most, f"{longest} slots"
+    if not longest:
+        return torch.full(lengths.shape, -1)
+    positions, kept = positions[..., :longest], kept[..., :longest]
+    stays = kept | (positions < 0)
+    if score is None:
+        values = torch.zeros(positions.shape)
+    elif seen:
+        queries = (now + 1 - positions).clamp_(min=1, max=seen)
+        values = score[..., :longest] / queries.float()  # dividing by integers is twenty times slower
+    else:
+        values = score[..., :longest].clone()
+    values.masked_fill_(values.isnan(), -torch.inf).masked_fill_(stays, torch.inf)
+    if recent is not None:
+        values.masked_fill_(positions > now - recent.unsqueeze(-1), torch.inf)
+    stays |= values > values.amin(-1, keepdim=True)
+    nobody = torch.iinfo(torch.int32).max
+    oldest, slots = positions.masked_fill(stays, nobody).min(-1)
+    return torch.where(oldest < nobody, slots, -1)
+
+
+def keep_highest(values: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """See `kernels.reference.keep_highest`."""
+    check_highest(values, positions, counts)
+    held = positions >= 0
+    assert int(counts.min()) >= 0 and bool((counts <= held.sum(-1)).all()), "more than there are tokens"
+    newest_first = positions.argsort(dim=-1, descending=True)
+    ordered = values.masked_fill(~held, -torch.inf).gather(-1, newest_first)
+    # Empty slots come last in the first order, and stay last among equals.
+    by_value = ordered.sort(dim=-1, descending=True, stable=True).indices
+    stays = torch.arange(values.shape[-1]) < counts.unsqueeze(-1)
+    return torch.zeros_like(held).scatter_(-1, newest_first.gather(-1, by_value), stays)

@@ -8,57 +8,26 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_int
 from pathlib import Path
 
 import torch
 
-from kernels import build
+from kernels import build, signatures
 from kernels.checks import (
     check_columns,
     check_decode,
+    check_highest,
+    check_lowest,
     check_mass,
+    check_moves,
     check_pool,
+    check_seen,
     check_span,
     check_tables,
     check_vectors,
 )
 from kernels.layout import PageLayout
-
-_DECODE = [
-    *(c_void_p, c_void_p, c_void_p, c_int64, c_int64),  # out, lse, q and its strides
-    *(c_void_p, c_int64, c_int64, c_int, c_int),  # pool: pages, bytes per page, is bf16, head size
-    *(c_void_p, c_int64, c_int64, c_int64),  # tables, strides, pages per head
-    *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),  # starts, lengths, rows
-    *(c_int, c_int, c_int, c_int),  # sequences, batch, kv heads, query heads per kv head
-    *(c_float, c_float, c_void_p),  # scale, softcap, sinks
-    *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),  # mass, its strides and slots, reduce, threads
-]
-_APPEND = [
-    *(c_void_p, c_int64, c_int64, c_int, c_int),  # pool
-    *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p),  # tables, lengths, rows
-    *(c_int, c_int, c_int),  # sequences, batch, kv heads
-    *(c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),  # k, v, strides
-]
-_MOVE = [
-    *(c_int, c_void_p, c_int64, c_int64, c_int, c_int),  # direction, pool
-    *(c_void_p, c_int64, c_int, c_int64, c_int64),  # tables, heads, slots
-    *(c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int),  # k, v, strides, threads
-]
-_COPY_PAGE = [c_void_p, c_int64, c_int64, c_int64, c_int64]
-_COLUMNS = [
-    *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),  # out, q, k, strides
-    *(c_void_p, c_int64, c_int64, c_int, c_int),  # lse, its strides, is bf16, head size
-    *(c_int, c_int, c_int64, c_int64),  # kv heads, query heads per kv head, first position, queries
-    *(c_float, c_float, c_int),  # scale, softcap, threads
-]
-_STATUS = (
-    "",
-    "a row outside the tables",
-    "a length or start outside the pages",
-    "a page outside the pool",
-    "an observed length outside the mass, or an unknown reduce code",
-)
 
 
 class NativeKernels:
@@ -67,11 +36,15 @@ class NativeKernels:
     def __init__(self, path: Path) -> None:
         """OSError: the file does not load on this machine."""
         self._library = ctypes.CDLL(str(path))
-        self._decode = self._function("kvtide_decode", _DECODE)
-        self._append = self._function("kvtide_append", _APPEND)
-        self._move = self._function("kvtide_move", _MOVE)
-        self._copy_page = self._function("kvtide_copy_page", _COPY_PAGE)
-        self._columns = self._function("kvtide_columns", _COLUMNS)
+        self._decode = self._function("kvtide_decode", signatures.DECODE)
+        self._append = self._function("kvtide_append", signatures.APPEND)
+        self._move = self._function("kvtide_move", signatures.MOVE)
+        self._copy_page = self._function("kvtide_copy_page", signatures.COPY_PAGE)
+        self._columns = self._function("kvtide_columns", signatures.COLUMNS)
+        self._move_slots = self._function("kvtide_move_slots", signatures.MOVE_SLOTS)
+        self._add_seen = self._function("kvtide_add_seen", signatures.ADD_SEEN)
+        self._lowest = self._function("kvtide_lowest", signatures.LOWEST)
+        self._highest = self._function("kvtide_highest", signatures.HIGHEST)
         self._library.kvtide_isa.restype = ctypes.c_char_p
         self.isa: str = self._library.kvtide_isa().decode()
 
@@ -137,7 +110,7 @@ class NativeKernels:
             *observed,
             torch.get_num_threads(),
         )
-        assert status == 0, _STATUS[status]
+        assert status == 0, signatures.STATUS[status]
         return out, lse
 
     def append(
@@ -182,7 +155,7 @@ class NativeKernels:
             v_row,
             v_head,
         )
-        assert status == 0, _STATUS[status]
+        assert status == 0, signatures.STATUS[status]
 
     def scatter(
         self,
@@ -272,13 +245,13 @@ class NativeKernels:
             v_row,
             torch.get_num_threads(),
         )
-        assert status == 0, _STATUS[status]
+        assert status == 0, signatures.STATUS[status]
 
     def copy_page(self, pool: torch.Tensor, src: int, dst: int) -> None:
         """See `kernels.reference.copy_page`."""
         assert pool.is_contiguous() and pool.dtype is torch.uint8
         status = self._copy_page(pool.data_ptr(), pool.shape[0], pool.shape[1], src, dst)
-        assert status == 0, _STATUS[status]
+        assert status == 0, signatures.STATUS[status]
 
     def column_sums(
         self,
@@ -319,7 +292,93 @@ class NativeKernels:
             softcap,
             torch.get_num_threads(),
         )
-        assert status == 0, _STATUS[status]
+        assert status == 0, signatures.STATUS[status]
+
+    def move_slots(
+        self, pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, sources: torch.Tensor
+    ) -> None:
+        """See `kernels.reference.move_slots`."""
+        check_pool(pool, layout)
+        check_moves(sources, tables)
+        status = self._move_slots(
+            pool.data_ptr(),
+            pool.shape[0],
+            layout.page_bytes,
+            layout.dtype is torch.bfloat16,
+            layout.head_dim,
+            tables.data_ptr(),
+            tables.stride(0),
+            tables.shape[1],
+            tables.shape[0],
+            sources.data_ptr(),
+            sources.stride(0),
+            sources.shape[1],
+            torch.get_num_threads(),
+        )
+        assert status == 0, signatures.STATUS[status]
+
+    def add_seen(self, sums: torch.Tensor, seen: torch.Tensor, lengths: torch.Tensor) -> None:
+        """See `kernels.reference.add_seen`."""
+        check_seen(sums, seen, lengths)
+        status = self._add_seen(
+            sums.data_ptr(),
+            *sums.stride()[:2],
+            seen.data_ptr(),
+            *seen.stride()[:2],
+            lengths.data_ptr(),
+            *lengths.shape,
+            min(sums.shape[2], seen.shape[2]),
+            torch.get_num_threads(),
+        )
+        assert status == 0, signatures.STATUS[status]
+
+    def lowest_slots(
+        self,
+        score: torch.Tensor | None,
+        positions: torch.Tensor,
+        kept: torch.Tensor,
+        lengths: torch.Tensor,
+        now: int,
+        *,
+        recent: torch.Tensor | None = None,
+        seen: int = 0,
+    ) -> torch.Tensor:
+        """See `kernels.reference.lowest_slots`. One pass over the slots."""
+        check_lowest(score, positions, kept, lengths, recent)
+        out = torch.empty(lengths.shape, dtype=torch.int64)
+        status = self._lowest(
+            out.data_ptr(),
+            *((None, 0, 0) if score is None else (score.data_ptr(), *score.stride()[:2])),
+            positions.data_ptr(),
+            kept.data_ptr(),
+            lengths.data_ptr(),
+            None if recent is None else recent.data_ptr(),
+            now,
+            seen,
+            *positions.shape,
+            positions.shape[2] if score is None else min(positions.shape[2], score.shape[2]),
+            torch.get_num_threads(),
+        )
+        assert status == 0, signatures.STATUS[status]
+        return out
+
+    def keep_highest(
+        self, values: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """See `kernels.reference.keep_highest`."""
+        check_highest(values, positions, counts)
+        out = torch.empty(values.shape, dtype=torch.bool)
+        status = self._highest(
+            out.data_ptr(),
+            values.data_ptr(),
+            positions.data_ptr(),
+            counts.data_ptr(),
+            counts.numel(),
+            values.shape[2],
+            torch.get_num_threads(),
+        )
+        assert status == 0, signatures.STATUS[status]
+        return out
 
 
 def load(extra_flags: tuple[str, ...] = ()) -> NativeKernels:

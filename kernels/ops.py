@@ -108,6 +108,28 @@ class Kernels(Protocol):
         softcap: float = 0.0,
     ) -> None: ...
 
+    def move_slots(
+        self, pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, sources: torch.Tensor
+    ) -> None: ...
+
+    def add_seen(self, sums: torch.Tensor, seen: torch.Tensor, lengths: torch.Tensor) -> None: ...
+
+    def lowest_slots(
+        self,
+        score: torch.Tensor | None,
+        positions: torch.Tensor,
+        kept: torch.Tensor,
+        lengths: torch.Tensor,
+        now: int,
+        *,
+        recent: torch.Tensor | None = None,
+        seen: int = 0,
+    ) -> torch.Tensor: ...
+
+    def keep_highest(
+        self, values: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor: ...
+
 
 def requested() -> str:
     """The environment's choice: KVTIDE_KERNELS is `native` (the default) or `torch`. ValueError otherwise."""
@@ -252,3 +274,32 @@ def column_sums(
 ) -> None:
     """Add to out f32[Hk,M] the causal attention that keys [Hk,N,D] get from queries [Hq,T,D] at start .. start+T-1."""
     _chosen()[1].column_sums(q, k, lse, scale, start, out, softcap=softcap)
+
+
+def move_slots(pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, sources: torch.Tensor) -> None:
+    """Let slot i of every head of page lists int32[Hk,P] hold what slot sources int64[Hk,n] held; -1: as it is."""
+    _chosen()[1].move_slots(pool, layout, tables, sources)
+
+
+def add_seen(sums: torch.Tensor, seen: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Add seen to sums, both f32[L,Hk,.], in the first lengths int32[L,Hk] slots of each head."""
+    _chosen()[1].add_seen(sums, seen, lengths)
+
+
+def lowest_slots(
+    score: torch.Tensor | None,
+    positions: torch.Tensor,
+    kept: torch.Tensor,
+    lengths: torch.Tensor,
+    now: int,
+    *,
+    recent: torch.Tensor | None = None,
+    seen: int = 0,
+) -> torch.Tensor:
+    """int64[L,Hk]: the slot of each head whose token leaves first, the lowest score's, of equal ones the oldest."""
+    return _chosen()[1].lowest_slots(score, positions, kept, lengths, now, recent=recent, seen=seen)
+
+
+def keep_highest(values: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """bool[L,Hk,C]: the counts int32[L,Hk] slots of each head with the highest values f64, of equal ones the newest."""
+    return _chosen()[1].keep_highest(values, positions, counts)

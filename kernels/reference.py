@@ -12,8 +12,12 @@ import torch
 from kernels.checks import (
     check_columns,
     check_decode,
+    check_highest,
+    check_lowest,
     check_mass,
+    check_moves,
     check_pool,
+    check_seen,
     check_span,
     check_tables,
     check_vectors,
@@ -255,3 +259,87 @@ def column_sums(
             logits = softcap * torch.tanh(logits / softcap)
         weights = torch.exp(logits - log_sums[..., None]).masked_fill(future, 0.0)
         out[head, :stop] += weights.sum(dim=1).mean(dim=0)
+
+
+def move_slots(pool: torch.Tensor, layout: PageLayout, tables: torch.Tensor, sources: torch.Tensor) -> None:
+    """Let slot i of every head hold what slot sources[h,i] held; -1 and i itself: it stays as it is.
+
+    tables int32[Hk,P] page lists; sources int64[Hk,n], n slots at most. No slot may be read after it was written, the
+    slots of a head being done in ascending order: a source is never before its slot, or is not written at all.
+    """
+    check_moves(sources, tables)
+    for head, moves in enumerate(sources.tolist()):
+        for slot, source in enumerate(moves):
+            if source not in (-1, slot):
+                k, v = torch.empty(2, 1, layout.head_dim, dtype=layout.dtype)
+                gather(pool, layout, tables[head], source, source + 1, k, v)
+                scatter(pool, layout, tables[head], k, v, slot)
+
+
+def add_seen(sums: torch.Tensor, seen: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Add to sums f32[L,Hk,C] what `seen` f32[L,Hk,>= longest] says of the first lengths[l,h] slots of each head.
+
+    Both may be strided; lengths int32[L,Hk], at most C. Other slots of `seen` may hold anything, those of `sums` stay.
+    """
+    check_seen(sums, seen, lengths)
+    for at, length in enumerate(lengths.flatten().tolist()):
+        layer, head = divmod(at, lengths.shape[1])
+        assert 0 <= length <= min(sums.shape[2], seen.shape[2]), f"{length} slots"
+        sums[layer, head, :length] += seen[layer, head, :length]
+
+
+def lowest_slots(
+    score: torch.Tensor | None,
+    positions: torch.Tensor,
+    kept: torch.Tensor,
+    lengths: torch.Tensor,
+    now: int,
+    *,
+    recent: torch.Tensor | None = None,
+    seen: int = 0,
+) -> torch.Tensor:
+    """int64 [L,Hk]: the slot of each head whose token is the first to leave, -1 where none may.
+
+    positions int32[L,Hk,C]: of the token in each slot, -1 where it is empty, as it is from lengths int32[L,Hk] on;
+    kept bool[L,Hk,C]: never leave. The lowest of score f32[L,Hk,>= longest] leaves first (strided; None: all are
+    equal), of equal ones the lowest position. NaN counts as the lowest. Tokens whose position is above now -
+    recent[l,h] (int32[L,Hk]) leave after all others, the oldest first. seen > 0: a score is divided first, in fp32,
+    by the number of the last `seen` queries, the newest at position `now`, that could see the token: now + 1 -
+    position, 1 at least.
+    """
+    check_lowest(score, positions, kept, lengths, recent)
+    out = torch.full(lengths.shape, -1, dtype=torch.int64)
+    for at, length in enumerate(lengths.flatten().tolist()):
+        layer, head = divmod(at, lengths.shape[1])
+        assert 0 <= length <= positions.shape[2], f"{length} slots"
+        candidates = []
+        for slot, position in enumerate(positions[layer, head, :length].tolist()):
+            if position < 0 or kept[layer, head, slot]:
+                continue
+            value = torch.tensor(0.0) if score is None else score[layer, head, slot]
+            if seen:
+                value = value / torch.tensor(float(min(max(now + 1 - position, 1), seen)))
+            value = value.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            if recent is not None and position > now - int(recent[layer, head]):
+                value = torch.tensor(torch.inf)
+            candidates.append((float(value), position, slot))
+        if candidates:
+            out[layer, head] = min(candidates)[2]
+    return out
+
+
+def keep_highest(values: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """bool [L,Hk,C]: the counts[l,h] slots of each head with the highest of values f64[L,Hk,C], no NaN among them.
+
+    positions int32[L,Hk,C]: of the token in each slot, -1 where it is empty and never kept. Of equal values the highest
+    position is kept. counts int32[L,Hk], no more than a head has tokens.
+    """
+    check_highest(values, positions, counts)
+    out = torch.zeros(values.shape, dtype=torch.bool)
+    for at, count in enumerate(counts.flatten().tolist()):
+        layer, head = divmod(at, counts.shape[1])
+        held = torch.nonzero(positions[layer, head] >= 0)[:, 0].tolist()
+        assert 0 <= count <= len(held), f"{count} of {len(held)} tokens"
+        best = sorted((float(values[layer, head, i]), int(positions[layer, head, i]), i) for i in held)
+        out[layer, head, [i for _, _, i in best[len(best) - count :]]] = True
+    return out

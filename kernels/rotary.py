@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Positions whose angles are held at once: a mean may be over a million.
+_POSITIONS_AT_ONCE = 1 << 14
+
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
@@ -52,8 +55,12 @@ class Rotation:
         """
         if count < 1:
             raise ValueError(f"no mean over {count} positions")
-        angles = self._angles(torch.arange(start, start + count, device=self.inv_freq.device)).double()
-        cos, sin = angles.cos().mean(0).float(), angles.sin().mean(0).float()
+        sums = torch.zeros(2, len(self.inv_freq), dtype=torch.float64, device=self.inv_freq.device)
+        for begin in range(start, start + count, _POSITIONS_AT_ONCE):
+            stop = min(begin + _POSITIONS_AT_ONCE, start + count)
+            angles = self._angles(torch.arange(begin, stop, device=sums.device)).double()
+            sums += torch.stack([angles.cos().sum(0), angles.sin().sum(0)])
+        cos, sin = (sums / count).float()
         matrix = torch.eye(self.head_dim, device=self.inv_freq.device)
         dims = torch.arange(self.head_dim, device=self.inv_freq.device)
         first, second = (dims[part] for part in self._pairs())

@@ -58,8 +58,9 @@ def load_policy(path: str) -> str:
         raise RecipeError("policy", f"unknown policy {path!r}", valid)
     try:
         found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError("policy", f"{path!r} cannot be loaded: {error}", valid) from error
+    except Exception as error:  # whatever the module does while it is imported
+        problem = f"{path!r} cannot be loaded: {type(error).__name__}: {error}"
+        raise RecipeError("policy", problem, valid) from error
     if not (isinstance(found, type) and issubclass(found, Policy)) or inspect.isabstract(found):
         raise RecipeError("policy", f"{path!r} is no class that implements policies.Policy", valid)
     if not isinstance(getattr(found, "needs", None), Needs):

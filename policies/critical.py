@@ -28,15 +28,15 @@ def criticality(layer: LayerView, scores: Tensor, protected: Tensor, first_share
 
     The first stage is safe: per head the best `first_share` of the layer's budget by `scores` ([Hk, N]), protected
     tokens (bool [N]) first, get the highest number there is. The others get (score + 1e-4) times the output norm of
-    their value. Scores of a head that go below zero are first lifted by the lowest that is not protected, or a larger
-    norm would count against a token. Raises ValueError where the layer's output weight is not known.
+    their value. Scores of a head that go below zero are first lifted by the lowest finite one that is not protected, or
+    a larger norm would count against a token. Raises ValueError where the layer's output weight is not known.
     """
     if layer.output_weight is None:
         raise ValueError(
             f"critical selection needs the output weight of layer {layer.index}, which is not known"
         )
     first = share(first_share, layer.budget)
-    lowest = scores.masked_fill(protected, torch.inf).amin(-1, keepdim=True)
+    lowest = scores.masked_fill(protected | ~scores.isfinite(), torch.inf).amin(-1, keepdim=True)
     lifted = scores - lowest.clamp(max=0)
     weighed = (lifted + EPSILON) * output_norms(layer.values, layer.output_weight)
     return weighed.scatter_(-1, select_topk(scores, first, protected), torch.finfo(scores.dtype).max)

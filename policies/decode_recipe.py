@@ -56,7 +56,8 @@ class DecodeRecipe:
         selection left each head (the layer's budget where the prompt came whole).
     recent: newest tokens that stay whatever their score: tokens, or fraction of the cap, rounded down.
     window: snapkv: last queries scored with, and tokens always kept; scissorhands: queries looked back over.
-    every: tokens between evictions, and how many go at once; None (scissorhands): half the cap.
+    every: tokens between evictions, and how many go at once; None (scissorhands): half the cap (of a
+        `budget` named here, at most 65536).
     normalize: h2o: "visible_count" divides by the queries that saw a key, "none" is the published sum.
     threshold: scissorhands: "uniform" is 1/t with t the keys that a row saw, "now" with the keys cached at the
         compression, a float the percentile of the row.
@@ -93,7 +94,7 @@ class DecodeRecipe:
         if self.budget is None:
             return
         if self.rule == "scissorhands" and self.every is None:
-            object.__setattr__(self, "every", max(1, self.budget // 2))
+            object.__setattr__(self, "every", _half(self.budget))
         held = self.always_kept + (self.sinks or 0)
         if self.budget < held:
             raise RecipeError(
@@ -147,7 +148,7 @@ class DecodeRecipe:
         given: dict[str, object] = {"rule": self.rule}
         defaults = dict(DECODE_DEFAULTS[self.rule])
         if self.rule == "scissorhands" and self.budget is not None:
-            defaults["every"] = max(1, self.budget // 2)
+            defaults["every"] = _half(self.budget)
         for name in DECODE_OPTIONS[self.rule]:
             value, default = getattr(self, name), sinks if name == "sinks" else defaults.get(name)
             if repr(value) != repr(default):  # 1 and 1.0 are different things
@@ -162,6 +163,10 @@ class DecodeRecipe:
 
 
 _FIELDS = tuple(field.name for field in fields(DecodeRecipe))
+
+
+def _half(budget: int) -> int:
+    return max(1, min(budget // 2, _MAX_EVERY))
 
 
 def make_decode_recipe(given: object) -> DecodeRecipe:

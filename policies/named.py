@@ -9,7 +9,7 @@ from types import MappingProxyType
 from policies.placement import place_recipe
 from policies.recipe import DEFAULT_BUDGET, Recipe, merge_fields
 from policies.recipe_checks import RecipeError
-from policies.recipe_options import EVERYWHERE
+from policies.recipe_options import EVERYWHERE, OPTIONS
 from policies.spans import PromptMap
 
 LIGHT_FROM = 8192
@@ -86,7 +86,7 @@ _PARITY = {
             "policy": "streaming_llm",
             "budget": 2048,
             "sinks": 4,
-            "decode": {"rule": "streaming_llm", "budget": 2048},
+            "decode": "streaming_llm",
             "positions": "slot",
         },
         "4 sinks and the newest 2044 tokens at their place in the cache: endless streams in constant memory.",
@@ -193,7 +193,7 @@ def choose_recipe(
     if name is None:
         return place_recipe(present, present, prompt)
     if not isinstance(name, str) or name not in named:
-        raise RecipeError("recipe", f"unknown recipe {name!r:.80}", ", ".join(named))
+        raise unknown_recipe(name, named)
     if name != "auto":
         return place_recipe(merge_fields(named[name].fields, present), present, prompt)
     base = auto_recipe(prompt.tokens)
@@ -205,6 +205,12 @@ def choose_recipe(
             place_recipe({**base, "budget": 1.0, **evicting}, evicting, prompt)
             return place_recipe({**auto_recipe(prompt.tokens), **_but(present, evicting)}, present, prompt)
     return place_recipe(merge_fields(base, present), present, prompt)
+
+
+def unknown_recipe(name: object, named: Mapping[str, NamedRecipe]) -> RecipeError:
+    """Refusal of a recipe that does not exist."""
+    hint = f', but a policy: {{"policy": "{name}"}}' if isinstance(name, str) and name in OPTIONS else ""
+    return RecipeError("recipe", f"unknown recipe {name!r:.80}{hint}", ", ".join(named))
 
 
 def _but(fields: Mapping[str, object], without: Mapping[str, object]) -> dict[str, object]:

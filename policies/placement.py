@@ -8,7 +8,7 @@ from policies import recipe_checks as checks
 from policies.recipe import CHECKS, Recipe, make_recipe
 from policies.recipe_checks import MAX_WINDOW, Range, RecipeError
 from policies.recipe_options import OPTIONS
-from policies.recipe_rules import check_protected_fit
+from policies.recipe_rules import check_protected_fit, scissorhands_keeps_few_sums
 from policies.spans import PromptMap, structural_ranges
 
 
@@ -25,6 +25,8 @@ def place_recipe(fields: Mapping[str, object], given: Mapping[str, object], prom
         name: fields.pop(name) for name in ("window", "tail") if name in fields and name in options
     }
     if "window" in options:
+        if "window" in placed and "window" not in given:
+            placed["window"] = window_as_found(placed["window"], prompt)
         placed = _place_window(placed, prompt)
     if "protect" in options and fields.get("protect") is not None:
         fields |= _resolve_protected(fields, prompt, forgiving="protect" not in given)
@@ -45,10 +47,22 @@ def place_recipe(fields: Mapping[str, object], given: Mapping[str, object], prom
     return recipe
 
 
+def window_as_found(window: object, prompt: PromptMap) -> object:
+    """A window that no request asked for, as far as this prompt has it: its last tokens, None for none at all."""
+    if isinstance(window, str):
+        window = prompt.spans.get(window, (0, 0))
+    if not isinstance(window, list | tuple):
+        return window
+    start, stop = window
+    stop = min(stop, prompt.tokens)
+    return (max(start, stop - MAX_WINDOW), stop) if start < stop else None
+
+
 def _check_fit(recipe: Recipe, n: int) -> None:
     for name, budget in [("budget", recipe.budget), *(("bands", budget) for _, _, budget in recipe.bands)]:
         if isinstance(budget, int):
             check_protected_fit(recipe, n, budget, name)
+    scissorhands_keeps_few_sums(recipe, n)
 
 
 def _stays_whole(fields: Mapping[str, object], n: int) -> bool:
@@ -73,7 +87,7 @@ def _place_window(placed: dict[str, object], prompt: PromptMap) -> dict[str, obj
     window = placed.get("window")
     if isinstance(window, int | float) or window is None:
         tail = prompt.tail if prompt.tail < prompt.tokens else 0
-        return {"tail": tail, **placed}
+        return {"tail": tail, **{name: value for name, value in placed.items() if value is not None}}
     if "tail" in placed:
         raise RecipeError(
             "tail", "the window's place says where the tail begins", "no tail with a named window"

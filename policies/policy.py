@@ -239,7 +239,9 @@ class Policy(ABC):
             protected = protected | _best_structure(scores, structure, protected, layer.budget)
         keep = self.keep(layer, scores)
         if isinstance(keep, int) and recipe.heads == "ada" and not self.one_set:
-            keep = allocate_heads(scores, keep, protected, _ada_floor(recipe.alpha, keep))
+            # A decode rule goes on from tokens: it takes a head without any for one that is not there.
+            floor = max(_ada_floor(recipe.alpha, keep), int(recipe.decode.evicts))
+            keep = allocate_heads(scores, keep, protected, floor)
         indices = select_topk(scores, keep, protected)
         return Selection(indices, keep, ragged=True) if isinstance(keep, Tensor) else _uniform(indices)
 

@@ -28,6 +28,7 @@ from policies.recipe_rules import (
     decode_rule_fits_the_recipe,
     fields_are_read_by_what_is_chosen,
     option_not_read,
+    scissorhands_keeps_few_sums,
     unknown_policy,
 )
 
@@ -113,6 +114,7 @@ class Recipe:
         decode_rule_fits_the_recipe(self)
         if self.evicts:
             budgets_hold_protected_tokens(self)
+        scissorhands_keeps_few_sums(self)
         # Made here, because it travels: a process that unpickles the recipe may not know a user's policy yet.
         _ = self.recipe_id
 

@@ -77,7 +77,7 @@ def number(low: float, high: float) -> Check:
         assert isinstance(value, int | float)
         if not low <= value <= high:  # false for nan too
             raise RecipeError(name, f"{value} is out of range", valid)
-        return float(value)
+        return float(value) + 0.0  # no -0.0: it would have an id of its own
 
     return check
 

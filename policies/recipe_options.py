@@ -68,6 +68,11 @@ HISTORY_ONLY = frozenset({"scissorhands", "tova"})
 keep of the newest tokens is `recent`."""
 
 CONDITIONS: Mapping[str, tuple[str, object]] = MappingProxyType(
-    {"beta": ("layers", "pyramid"), "alpha": ("heads", "ada"), "critical_share": ("critical", True)}
+    {
+        "beta": ("layers", "pyramid"),
+        "alpha": ("heads", "ada"),
+        "critical_share": ("critical", True),
+        "epsilon": ("value_norm", True),
+    }
 )
 """Field -> the other field and its value with which alone it is read."""

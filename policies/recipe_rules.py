@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import ceil
 from typing import TYPE_CHECKING
 
 from policies import recipe_checks as checks
@@ -11,6 +13,12 @@ from policies.recipe_options import CONDITIONS, OPTIONS
 
 if TYPE_CHECKING:
     from policies.recipe import Recipe
+
+MAX_COMING = 64
+"""Compressions to come that scissorhands keeps sums for: at 128 dimensions as much memory as a head's bf16 KV."""
+
+MAX_SUMS = 1 << 16
+"""Sums per kv head that are no matter, however many compressions they are for."""
 
 
 def fields_are_read_by_what_is_chosen(recipe: Recipe) -> None:
@@ -56,6 +64,52 @@ def decode_rule_fits_the_recipe(recipe: Recipe) -> None:
         )
 
 
+def scissorhands_keeps_few_sums(recipe: Recipe, n: int | None = None) -> None:
+    """Scissorhands while decoding sums attention for every compression whose window a query falls into, per token.
+
+    Few tokens at once and a long window mean many. n: prompt tokens, where known; caps that depend on them wait until
+    then.
+    """
+    decode = recipe.decode
+    if decode.rule != "scissorhands":
+        return
+    assert decode.window is not None
+    caps = list(_known_caps(recipe, n))
+    first = checks.length(merge([(0, decode.sinks or 0), *recipe.spans]))
+    most = max([MAX_COMING, *(MAX_SUMS // max(caps) for _ in caps[:1])])
+    for cap in caps:
+        drop = max(1, cap // 2 if decode.every is None else decode.every)
+        free = cap + 1 - min(cap, first + decode.recent_tokens(cap))
+        coming = ceil(decode.window / min(drop, free))
+        if coming > most:
+            need = ceil(decode.window / most)
+            raise RecipeError(
+                "decode.every" if drop <= free else "decode.recent",
+                f"{min(drop, free)} tokens at once of {cap}, with a window of {decode.window} queries, need sums for "
+                f"{coming} compressions to come",
+                f"at least {need} tokens at once"
+                if drop <= free
+                else f"room for {need} tokens beside sinks, spans and the newest",
+            )
+
+
+def _known_caps(recipe: Recipe, n: int | None) -> Iterator[int]:
+    """Tokens that a head may be capped at while decoding, the fewest of any head included, as far as can be told."""
+    if recipe.decode.budget is not None:
+        yield recipe.decode.budget
+        return
+    for budget in [recipe.budget, *(budget for _, _, budget in recipe.bands)]:
+        if isinstance(budget, float) and n is not None:
+            budget = recipe.tokens_of(budget, n)
+        if isinstance(budget, int):
+            yield budget
+            if recipe.heads == "ada" and (n is None or budget < n):
+                always = recipe.sinks + recipe.last_tokens if n is None else recipe.least_tokens(n)
+                yield max(1, always, checks.share(recipe.alpha, budget))
+        elif n is not None:
+            yield n  # bytes: no more than that
+
+
 def budgets_hold_protected_tokens(recipe: Recipe) -> None:
     """Token budgets have room for sinks, window, tail and recent tokens.
 
@@ -78,8 +132,15 @@ def _does_not_fit(recipe: Recipe, name: str, budget: int, held: int) -> RecipeEr
     return RecipeError(
         name,
         f"{budget} tokens cannot hold {' + '.join(protected_parts(recipe))}",
-        f"at least {held} tokens, or a smaller {'window' if recipe.kept_window else 'protected part'}",
+        f"at least {held} tokens, or a smaller {_largest_part(recipe)}",
     )
+
+
+def _largest_part(recipe: Recipe) -> str:
+    """What to name smaller: "recent" hides window and tail where it reaches beyond them."""
+    if recipe.last_tokens > recipe.kept_window + recipe.tail:
+        return "recent"
+    return "window" if recipe.kept_window else "protected part"
 
 
 def protected_parts(recipe: Recipe) -> list[str]:

@@ -15,37 +15,38 @@ _LONGEST_SIGNATURE = 48
 
 _WORDS = (
     r"(?:(?:public|private|protected|internal|static|final|abstract|virtual|inline|constexpr|explicit|override|extern|"
-    r"export|default|async|unsafe|pub(?:\([a-z ]*\))?|sealed|readonly|open|suspend|synchronized|template\s*<[^<>]*>)"
-    r"\s+)"
+    r"export|default|async|unsafe|pub(?:\([a-z ]*\))?|sealed|readonly|open|suspend|synchronized|template\s*+<[^<>]*>)"
+    r"\s++)"
 )
 
+# White space is taken whole (possessively): no line makes the search go back over every way of splitting it.
 _STRUCTURAL = re.compile(
     "|".join(
         (
             # Python, Ruby, Scala; then Rust, Go, Swift, Kotlin, JavaScript
-            rf"{_WORDS}*def\s+[\w.?!]+\s*[(\[:].*",
-            rf"{_WORDS}*(?:fn|func|fun|function)\s*\*?\s*(?:\([^()]*\)\s*)?[\w$.]*\s*[(<\[].*",
+            rf"{_WORDS}*def\s++[\w.?!]+\s*+[(\[:].*",
+            rf"{_WORDS}*(?:fn|func|fun|function)\s*+\*?\s*+(?:\([^()]*\)\s*+)?[\w$.]*+\s*+[(<\[].*",
             # types: they end in what opens their body, or stand alone above it
-            rf"{_WORDS}*class\s+\w+\s*(?:\(.*)?:\s*(?:#.*)?",
+            rf"{_WORDS}*class\s++\w+\s*+(?:\(.*)?:\s*+(?:#.*)?",
             rf"{_WORDS}*(?:class|struct|enum|union|interface|trait|impl|namespace|module|record|object|protocol)\b[^;]*\{{.*",
-            r"type\s+\w+(?:\[[^\[\]]*\])?\s+(?:struct|interface)\b.*",
-            rf"{_WORDS}*type\s+\w+(?:<[^<>]*>)?\s*=.*",
+            r"type\s++\w+(?:\[[^\[\]]*\])?\s++(?:struct|interface)\b.*",
+            rf"{_WORDS}*type\s++\w+(?:<[^<>]*>)?\s*+=.*",
             # imports
-            r"from\s+[\w.]+\s+import\s+[\w.*(].*",
-            r"import\s+(?:static\s+)?[\w.]+(?:\.\*)?(?:\s+as\s+\w+)?(?:\s*,\s*[\w.]+(?:\s+as\s+\w+)?)*\s*;?\s*(?:#.*|//.*)?",
-            r"import\s+(?:type\s+)?(?:[\"'({*].*|\w+\s*(?:,\s*\{.*\}\s*)?from\s*[\"'].*)",
-            r"(?:pub\s+)?use\s+\w+(?:::.*)?;",
-            r"(?:package|using|mod|pub mod)\s+[\w.:=\s]+;",
-            r"#\s*(?:include\s*[<\"]|define\s+\w|if(?:n?def)?\s|endif\b|pragma\s).*",
+            r"from\s++[\w.]+\s++import\s++[\w.*(].*",
+            r"import\s++(?:static\s++)?[\w.]+(?:\.\*)?(?:\s++as\s++\w+)?(?:\s*+,\s*+[\w.]+(?:\s++as\s++\w+)?)*\s*+;?\s*+(?:#.*|//.*)?",
+            r"import\s++(?:type\s++)?(?:[\"'({*].*|\w+\s*+(?:,\s*+\{.*\}\s*+)?from\s*+[\"'].*)",
+            r"(?:pub\s++)?use\s++\w+(?:::.*)?;",
+            r"(?:package|using|mod|pub mod)\s++[\w.:=\s]++;",
+            r"#\s*+(?:include\s*+[<\"]|define\s++\w|if(?:n?def)?\s|endif\b|pragma\s).*",
             # decorators and annotations, with nothing behind them
             r"@[A-Za-z_][\w.]*(?:\(.*)?",
             r"#\[\w.*\]",
-            r"template\s*<.*>",
+            r"template\s*+<.*>",
             # functions bound to a name; C, C++, Java, C#: types, a name, parameters, and an opening brace or more lines
-            rf"{_WORDS}*(?:const|let|var)\s+[\w$]+\s*=\s*(?:async\s*)?(?:function\b|\([^()]*\)\s*(?::[^=]*)?=>|[\w$]+\s*=>).*",
-            rf"{_WORDS}+[\w<>\[\],.:*&?\s]*[\w~]\([^;]*[{{(,;)]\s*",
+            rf"{_WORDS}*(?:const|let|var)\s++[\w$]+\s*+=\s*+(?:async\s*+)?(?:function\b|\([^()]*\)\s*+(?::[^=]*)?=>|[\w$]+\s*+=>).*",
+            rf"{_WORDS}++[\w<>\[\],.:*&?\s]*[\w~]\([^;]*[{{(,;)]\s*+",
             r"(?!(?:else|if|for|while|switch|return|catch|do|try|new|throw|case)\b)"
-            r"[A-Za-z_][\w:<>,*&\[\]]*(?:\s+[\w:<>,*&\[\]~]+)+\([^;{}]*\)[\w\s]*\{",
+            r"[A-Za-z_][\w:<>,*&\[\]]*(?:\s++[\w:<>,*&\[\]~]++)+\([^;{}]*\)[\w\s]*\{",
         )
     )
 )

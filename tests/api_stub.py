@@ -69,9 +69,7 @@ def prompt_event(request: GenerationRequest) -> PromptEvent:
     logprobs: tuple[TokenLogprob | None, ...] | None = None
     if request.prompt_logprobs is not None:
         logprobs = (None, *(logprob(t, request.prompt_logprobs) for t in request.prompt[1:]))
-    report = None
-    if request.report:
-        report = SelectionReport((0, 2), (3, 3), ((3, 4), (3, 2)), 0.75, (0.5, 0.9))
+    report = SelectionReport((0, 2), (3, 3), ((3, 4), (3, 2)), 0.75, (0.5, 0.9) if request.report else None)
     return PromptEvent(len(request.prompt), 2, 3, 100, 128, request.recipe.recipe_id, logprobs, report)
 
 

@@ -16,7 +16,12 @@ from typing import TypeVar
 
 import httpx
 
+ROOT = Path(__file__).parents[1]
+LICENCE = (ROOT / "LICENSE").read_text()
 START_LIMIT_S = 180.0
+MAX_SEQUENCES, MAX_QUEUED = 16, 24
+SCORER = "value_norm:ValueNorm"
+"""A user's own policy: docs/examples/value_norm.py, on the Python path of the service."""
 T = TypeVar("T")
 
 
@@ -43,13 +48,15 @@ class Service:
         token.write_text(secrets.token_hex(32))
         environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
         environment["RAY_AUTH_TOKEN_PATH"] = str(token)
+        paths = [str(ROOT / "docs/examples"), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                cwd=Path(__file__).parents[1],
+                cwd=ROOT,
                 start_new_session=True,
             )
         self.client = httpx.Client(base_url=self.url, timeout=120)
@@ -148,6 +155,15 @@ class Service:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
+
+
+def start_service(log: Path) -> Service:
+    """The service that all cluster tests share; not yet ready."""
+    return Service(
+        log, f"max_sequences={MAX_SEQUENCES}", f"max_queued={MAX_QUEUED}", "pool_gib=0.5", "cpu_tier_gib=0.5",
+        "ticket_ttl_s=8", "slow_reader_timeout_s=3", "max_context=8192", "deadline_s=90", "threads=1",
+        f"scorers={SCORER}",
+    )  # fmt: skip
 
 
 def sse(lines: list[str]) -> list[str]:

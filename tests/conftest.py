@@ -1,11 +1,18 @@
 """What every test shares: the process environment, the demo model, the golden vectors."""
 
+from __future__ import annotations
+
 import json
+import lzma
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import openai
+    from cluster_stand import Service
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -51,8 +58,44 @@ def golden() -> Callable[[str], tuple[Any, dict[str, Any]]]:
     return load
 
 
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Service]:
+    """The whole service for real, started once for all tests of tests/test_cluster*.py."""
+    from cluster_stand import start_service
+
+    service = start_service(tmp_path_factory.mktemp("service") / "serve.log")
+    try:
+        service.announced = service.wait_announced()
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(scope="session")
+def client(service: Service) -> openai.OpenAI:
+    """OpenAI's own client of `service`."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def speech() -> str:
+    """State of the Union addresses, four to five characters a token."""
+    with lzma.open(Path(__file__).parents[1] / "benchmarks/data/state_of_the_union.txt.xz", "rt") as file:
+        return file.read(100_000)
+
+
+@pytest.fixture
+def everything_is_freed(service: Service) -> Iterator[None]:
+    """After a test nothing of its requests is left anywhere in `service`."""
+    yield
+    service.wait_idle(40)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave GPU tests out where there is no GPU."""
+    """Put tests of the real service last, for it runs to the session's end; leave GPU tests out without a GPU."""
+    items.sort(key=lambda item: "service" in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
     without = [item for item in items if item.get_closest_marker("gpu") is None]

@@ -183,6 +183,8 @@ def recipes(draw: st.DrawFn, name: str, *, plain: bool = False) -> Recipe:
     if name != "sliding_window":
         fields["sinks"] = draw(st.integers(0, 4))
     fields |= {option: draw(values) for option, values in OWN_OPTIONS.get(name, {}).items()}
+    if fields.get("value_norm") is False:
+        del fields["epsilon"]  # has nothing to be added to
     if not plain:
         fields["spans"] = draw(RANGES)
         fields["structure"] = draw(RANGES)

@@ -152,6 +152,24 @@ async def test_the_servers_own_protection_asks_nothing_of_a_prompt_that_has_no_s
     assert field == "kv.protect"
 
 
+@pytest.mark.parametrize(
+    "server",
+    [{"window": "question", "budget": 0.9}, {"policy": "snapkv", "window": "question", "budget": 0.9}],
+)
+async def test_the_servers_own_window_asks_nothing_of_a_prompt_that_has_no_such_part(server) -> None:
+    card = card_with(**server)
+    plain = await asked(card, prompt="a" * 300)
+    assert (plain.recipe.window, plain.recipe.tail) == (32, 0)
+    placed = await asked(card)
+    stop = len(placed.prompt) - placed.recipe.tail
+    assert text(card, placed, ((stop - placed.recipe.window, stop),)) == [QUESTION]
+    long = await asked(card, messages=[{"role": "user", "content": "abcdefghij" * 200}])
+    assert long.recipe.window == 1024
+    for kv in ({"window": "question"}, {"policy": "snapkv", "window": "question"}):
+        field, message = await refusal(card, prompt="a" * 300, kv=kv)
+        assert field == "kv.window" and "no span 'question'" in message
+
+
 async def test_code_is_found_in_completions_by_its_lines() -> None:
     card = card_with()
     source = "Some prose about a box.\ndef area(side):\n    square = side * side\n    return square\n" * 3
@@ -229,7 +247,9 @@ async def test_metrics_are_per_policy() -> None:
         'kvtide_policy_evicted_tokens_total{policy="full"} 17.0',
         'kvtide_kept_attention_mass_count{policy="knorm"} 1.0',
         'kvtide_kept_attention_mass_sum{policy="knorm"} 0.7',
-        'kvtide_budget_entropy_sum{policy="knorm"} 0.75',
+        'kvtide_budget_entropy_count{policy="knorm"} 2.0',
+        'kvtide_budget_entropy_sum{policy="knorm"} 1.5',
+        'kvtide_budget_entropy_sum{policy="full"} 0.75',
     ):
         assert line in lines, line
 

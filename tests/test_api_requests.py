@@ -229,6 +229,13 @@ async def test_token_ids_are_taken_as_they_are() -> None:
         ("chat", {"kv": {"policy": "snapkv", "bands": {"0-": 3}}}, "kv.bands", '"2-15": 256'),
         ("chat", {"kv": {"policy": "h2o", "kernel": 5}}, "kv.kernel", "snapkv"),
         ("chat", {"kv": {"policy": "knorm", "spans": [[0, 1]] * 1025}}, "kv.spans", "at most 1024"),
+        (
+            "chat",
+            {"kv": {"policy": "knorm", "bands": {str(i): 9 for i in range(1025)}}},
+            "kv.bands",
+            "at most 1024",
+        ),
+        ("chat", {"kv": "snapkv"}, "kv.recipe", 'but a policy: {"policy": "snapkv"}'),
         ("completions", {"kv": {"policy": "snapkv", "window": "question"}}, "kv.window", "token ranges"),
         ("completions", {"kv": {"policy": "knorm", "protect": ["system"]}}, "kv.protect", "no messages"),
         ("completions", {"logprobs": 21}, "logprobs", "from 0 to 20"),

@@ -1,70 +1,26 @@
-"""The whole service for real: Serve, HAProxy, separate processes, NIXL, SmolLM2. One start for all tests.
+"""The whole service for real: Serve, HAProxy, separate processes, NIXL, SmolLM2.
 
-The order matters where a test kills something: those stand last.
+It starts once (`conftest.py: service`) for this file, test_cluster_recipes.py and test_cluster_recovery.py, in this
+order: the last one kills.
 """
 
 from __future__ import annotations
 
 import json
-import lzma
 import re
 import socket
 import subprocess
-import threading
 import time
 import tomllib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from cluster_stand import Service, sse
+from cluster_stand import LICENCE, MAX_QUEUED, MAX_SEQUENCES, Service
 
-pytestmark = pytest.mark.timeout(240)
-LICENCE = (Path(__file__).parents[1] / "LICENSE").read_text()
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Service]:
-    log = tmp_path_factory.mktemp("service") / "serve.log"
-    service = Service(
-        log, "max_sequences=8", "max_queued=24", "pool_gib=0.5", "cpu_tier_gib=0.5", "ticket_ttl_s=8",
-        "slow_reader_timeout_s=3", "max_context=8192", "deadline_s=90", "threads=1",
-    )  # fmt: skip
-    try:
-        service.announced = service.wait_announced()
-        yield service
-    finally:
-        service.stop()
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def speech() -> str:
-    """State of the Union addresses, four to five characters a token."""
-    with lzma.open(Path(__file__).parents[1] / "benchmarks/data/state_of_the_union.txt.xz", "rt") as file:
-        return file.read(100_000)
-
-
-@pytest.fixture(autouse=True)
-def everything_is_freed(request: pytest.FixtureRequest, service: Service) -> Iterator[None]:
-    yield
-    service.wait_idle(40)
-
-
-def stream_lines(service: Service, lines: list[str], **body: object) -> None:
-    """POST a streamed completion and append its lines as they come."""
-    full = {"model": "demo", "stream": True, "temperature": 0, **body}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=full, timeout=120) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            lines.append(line)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("everything_is_freed")]
 
 
 def test_the_printed_curl_works_when_pasted(service: Service) -> None:
@@ -159,7 +115,7 @@ def test_n_choices_with_a_seed_are_the_same_alone_and_in_a_crowd(
 
 def test_overload_is_refused_with_a_time_to_come_back(service: Service) -> None:
     body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
-    count = 64  # twice what runs and waits
+    count = 2 * (MAX_SEQUENCES + MAX_QUEUED)  # twice what runs and waits
     limits = httpx.Limits(max_connections=count)
     with httpx.Client(base_url=service.url, timeout=120, limits=limits) as client:
 
@@ -272,87 +228,3 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(
         assert "Paris" in answer.choices[0].text
         service.until(lambda: service.outcomes().get("slow_reader", 0) > before, 30, "cut-off")
         service.wait_idle(10)
-
-
-def test_the_cache_survives_the_death_of_directory_and_prefill(
-    service: Service, client: openai.OpenAI
-) -> None:
-    prompt = "Version two. " + LICENCE[:2500]
-    ask = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    cold = client.completions.create(**ask)
-    service.until(lambda: service.gauges().get("spills_running") == 0, 10, "finished spill")
-    service.kill(service.actor("DirectoryActor"))
-    assert (
-        client.completions.create(**ask).choices[0].text == cold.choices[0].text
-    )  # at worst everything is a miss
-    service.kill(service.replica("Prefill"))
-
-    def warm() -> openai.types.Completion | None:
-        answer = client.completions.create(**ask)
-        assert answer.choices[0].text == cold.choices[0].text
-        return answer if answer.usage.prompt_tokens_details.cached_tokens else None
-
-    service.until(warm, 60, "cached prefix after the restarts")
-
-
-def test_a_prefill_replica_killed_during_a_prefill_does_not_lose_the_request(
-    service: Service, speech: str
-) -> None:
-    def lost() -> int:
-        return len(re.findall(r"prefill of \S+ was lost, attempt 0", service.logs()))
-
-    lines: list[str] = []
-    before = lost()
-    ask = {"prompt": speech[:16_000], "max_tokens": 8, "cache_salt": "killed prefill"}
-    thread = threading.Thread(target=stream_lines, args=(service, lines), kwargs=ask)
-    thread.start()
-    service.until(lambda: service.gauges().get("prefill_tokens_owed", 0) > 0, 20, "running prefill")
-    service.kill(service.replica("Prefill"))
-    thread.join(120)
-    events = [json.loads(event) for event in sse(lines) if event != "[DONE]"]
-    assert sse(lines)[-1] == "[DONE]"
-    assert any(event["choices"][0]["text"] for event in events)
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert lost() > before, "it had been answered before the kill"
-
-
-def test_a_decode_replica_killed_in_mid_stream_ends_the_stream_visibly(
-    service: Service, client: openai.OpenAI
-) -> None:
-    lines: list[str] = []
-    ask = {"prompt": LICENCE[:1500], "max_tokens": 600}
-    thread = threading.Thread(target=stream_lines, args=(service, lines), kwargs=ask)
-    thread.start()
-    service.until(lambda: len(sse(lines)) > 5, 60, "tokens")
-    service.kill(service.replica("Decode"))
-    thread.join(60)
-    assert json.loads(sse(lines)[-1])["error"]["code"] == "replica_lost"
-
-    def answers() -> bool:
-        try:
-            return bool(client.completions.create(model="demo", prompt="Hello", max_tokens=2).choices)
-        except openai.APIStatusError:
-            return False
-
-    service.until(answers, 90, "answer of the next decode replica")
-
-
-def test_a_pool_without_a_live_replica_refuses_beyond_what_it_could_take(service: Service) -> None:
-    count = 3 * (8 + 24)
-    body = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
-    service.kill(service.replica("Decode"))
-    with httpx.Client(
-        base_url=service.url, timeout=120, limits=httpx.Limits(max_connections=count)
-    ) as client:
-
-        def ask(_: int) -> tuple[int, float, str]:
-            begun = time.monotonic()
-            answer = client.post("/v1/completions", json=body)
-            return answer.status_code, time.monotonic() - begun, answer.headers.get("retry-after", "")
-
-        with ThreadPoolExecutor(count) as crowd:
-            answers = list(crowd.map(ask, range(count)))
-    refused = [(seconds, retry) for status, seconds, retry in answers if status in (429, 503)]
-    assert len(refused) >= count - 2 * (8 + 24), answers
-    assert all(seconds < 8 and int(retry) >= 1 for seconds, retry in refused), refused
-    assert any(status == 200 for status, _, _ in answers), "those that were queued are served in the end"

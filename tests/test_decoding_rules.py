@@ -293,3 +293,21 @@ def test_every_rule_of_a_recipe_is_built_and_growing_asks_for_nothing():
     grow = get_rule(make_recipe(policy="knorm", budget=64))
     assert not grow.evicts
     assert (grow.reduce, grow.query_window, grow.prompt_queries(100)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("rule", ["h2o", "streaming_llm"])
+def test_what_stays_fills_the_gaps_and_moves_no_further_unless_slots_are_to_stay_in_order(rule: str):
+    run = started(rule, {"every": 4} if rule == "h2o" else {})
+    state, before = run.state, run.state.positions.clone()
+    change = run.rule.make_room(state, 4)
+    index = state.apply(change)
+    state.check()
+    assert index is not None and (state.counts == 8).all()
+    kept = index.clamp(min=0)
+    assert torch.equal(state.positions, torch.where(index >= 0, before.gather(-1, kept), -1))
+    for row, (at, held) in enumerate(zip(index.flatten(0, 1), state.positions.flatten(0, 1), strict=True)):
+        if rule == "h2o":
+            stayed = change.keep.flatten(0, 1)[row, :8]
+            assert torch.equal(at[:8] == torch.arange(8), stayed) and not stayed.all()
+        else:
+            assert held[:8].tolist() == sorted(held[:8].tolist())

@@ -356,9 +356,9 @@ def test_a_token_fills_the_hole_of_an_evicted_one_and_other_rows_keep_it():
     pool.check()
 
 
-def test_a_row_shrinks_into_pages_of_its_own_or_not_at_all():
+def test_a_row_shrinks_and_gives_pages_back():
     counts = np.array([[40, 40, 0], [4, 0, 0], [40, 40, 40], [4, 4, 0]], np.int32)
-    pool = PagePool(SPEC, PagePool(SPEC, 1, 1, CONTEXT).pages_for(counts) + 3, 2, CONTEXT)
+    pool = PagePool(SPEC, 60, 2, CONTEXT)
     row = filled(pool, counts)
     used, less = pool.use.used, counts.copy()
     less[0] = [17, 16, 0]
@@ -369,18 +369,34 @@ def test_a_row_shrinks_into_pages_of_its_own_or_not_at_all():
     pool.check()
     copy, rest = pool.fork(row), less.copy()
     rest[0, :2] = [16, 3]
-    rest[2, 2] = 1
-    while pool.use.free > 2:
-        pool._take(1)
+    pool.shrink(row, rest)
+    pool.check()
+    assert (pool.counts(copy) == less).all() and contents(pool, copy, 0, 0)[-1] == 16.0
+
+
+def test_a_row_gets_pages_of_its_own_for_what_it_writes_or_none_at_all():
+    counts = np.array([[40, 40, 0], [4, 0, 0], [40, 40, 40], [4, 4, 0]], np.int32)
+    pool = PagePool(SPEC, 60, 2, CONTEXT)
+    row = filled(pool, counts)
+    pool._take(pool.use.free - 2)
+    layers, moves = np.array([0, 2]), np.tile(np.arange(40), (2, 3, 1))
+    moves[0, 0, [3, 4, 17]], moves[0, 0, 30:], moves[1, 2, 39] = [30, 31, 32], -1, 0
+    pool.part(row, layers, moves)  # nobody else holds them
+    assert pool.use.free == 2
+    copy = pool.fork(row)
     before = pool.tables.clone()
     with pytest.raises(OutOfPages):
-        pool.shrink(row, rest)  # takes three
-    assert torch.equal(pool.tables, before) and (pool.counts(row) == less).all()
-    rest[2, 2] = 33
-    pool.shrink(row, rest)
-    assert (pool.counts(copy) == less).all() and contents(pool, copy, 0, 0)[-1] == 16.0
-    shared = set(pool.pages(row, 0).flatten().tolist()) & set(pool.pages(copy, 0).flatten().tolist())
-    assert shared == {-1}
+        pool.part(row, layers, moves)  # takes three
+    assert torch.equal(pool.tables, before)
+    moves[0, 0, 17] = -1
+    pool.part(row, layers, moves)
+    changed = np.argwhere((pool.tables[row] != pool.tables[copy]).numpy())
+    assert changed.tolist() == [[0, 0, 0], [2, 2, 39 // int(pool.slots[2])]]
+    assert all(
+        contents(pool, row, la, h) == contents(pool, copy, la, h) for la in (0, 2) for h in range(HEADS[la])
+    )
+    pool.part(row, layers, moves)
+    assert pool.use.free == 0
 
 
 def test_rows_that_rewrite_their_slots_share_nothing():

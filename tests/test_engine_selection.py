@@ -328,14 +328,17 @@ def test_budgets_that_heads_share_are_reported_per_head():
     assert done.report.counts != ((40, 40), (40, 40)) and 0.5 < done.report.entropy < 1.0
 
 
-def test_the_prompt_event_carries_the_report_on_request_only():
+def test_the_prompt_event_carries_the_report_and_kept_mass_on_request_or_where_it_is_known():
     wanted = [
         request("no", tokens_of(60), snapkv(20)),
+        request("whole", tokens_of(60), snapkv(60)),
         replace(request("yes", tokens_of(60), snapkv(20)), report=True),
     ]
     done = local_engine(MODEL).generate(wanted)
-    assert done["no"].prompt.report is None
-    assert done["yes"].prompt.report.counts == ((20, 20), (20, 20))
+    assert done["no"].prompt.report.kept_mass is None and done["no"].prompt.report.entropy == 1.0
+    assert done["whole"].prompt.report.kept_mass == (1.0, 1.0)
+    assert 0 < min(done["yes"].prompt.report.kept_mass) < 1.0
+    assert done["yes"].prompt.report.counts == ((20, 20), (20, 20)) == done["no"].prompt.report.counts
     assert done["yes"].tokens == done["no"].tokens
 
 
@@ -405,12 +408,10 @@ def test_recipes_that_the_model_cannot_meet_are_refused_by_field():
         engine.open_workspace(request("a", tokens_of(100), tight))
     assert refused.value.field == "kv.budget"
     spec = replace(MODEL.spec, layers=tuple(replace(layer, rotation=None) for layer in MODEL.spec.layers))
-    with pytest.raises(InvalidRequest, match="rotary") as refused:
-        plan_prompt(spec, request("a", tokens_of(100), RECIPES["expected_attention"]))
-    assert refused.value.field == "kv.policy"
-    plan_prompt(
-        spec, request("a", tokens_of(30), RECIPES["expected_attention"])
-    )  # stays whole: nothing is scored
+    for tokens in (100, 30):  # whatever the prompt's length: the second would stay whole
+        with pytest.raises(InvalidRequest, match="rotary") as refused:
+            plan_prompt(spec, request("a", tokens_of(tokens), RECIPES["expected_attention"]))
+        assert refused.value.field == "kv.policy"
 
 
 # What decoding starts from

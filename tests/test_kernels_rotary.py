@@ -92,6 +92,10 @@ def test_the_mean_matrix_is_the_mean_of_rotations(interleaved: bool) -> None:
     got = x[0] @ rotation.mean_matrix(300, 512).T
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-6)
     assert rotation.mean_matrix(300, 512).dtype is torch.float32
+    far = torch.arange(40_000)
+    wanted = rotation.rotate(x.expand(len(far), 11), far).double().mean(0)
+    got = x[0] @ rotation.mean_matrix(0, len(far)).T
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused() -> None:

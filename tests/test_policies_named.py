@@ -35,7 +35,7 @@ def test_every_name_gives_a_valid_recipe_on_any_prompt_and_says_what_it_is(name:
         ("adakv:paper", "snapkv:b1024:w32:k7:max:s0:ada0.2"),
         ("h2o:paper", "h2o:b0.2:s0:n-none:d=h2o,r0.5,e1,n-none"),
         ("h2o:kvpress", "h2o:b0.5:s0:r0"),
-        ("streaming_llm:paper", "streaming_llm:b2048:s4:d=streaming_llm,b2048:slot"),
+        ("streaming_llm:paper", "streaming_llm:b2048:s4:d=streaming_llm:slot"),
         ("scissorhands:paper", "scissorhands:b0.2:w400:s0:d=scissorhands,w400,r10"),
         ("tova:paper", "tova:b512:w1:s0:r0:d=tova"),
         ("expected_attention:kvpress", "expected_attention:b0.5:s4"),
@@ -213,3 +213,12 @@ def test_code_finds_structural_tokens_and_presets_do_without_what_a_prompt_lacks
     assert choose_recipe({"recipe": "chat"}, CHAT).spans == ((0, 20),)
     with pytest.raises(RecipeError, match="this prompt has no span 'system'"):
         choose_recipe({"recipe": "chat", "protect": ["system"]}, prompt)
+
+
+def test_scissorhands_is_told_apart_by_what_the_prompts_length_makes_of_a_fraction() -> None:
+    given = {"policy": "scissorhands", "budget": 0.5, "decode": {"rule": "scissorhands", "every": 1}}
+    assert choose_recipe(given, PromptMap(300)).budget_tokens(300) == 150
+    for budget in (0.5, "1GiB"):
+        with pytest.raises(RecipeError) as refused:
+            choose_recipe({**given, "budget": budget}, PromptMap(10_000))
+        assert refused.value.field == "decode.every" and "at least 7 tokens at once" in refused.value.valid

@@ -101,6 +101,34 @@ from policies.recipe_options import DEFAULTS, OPTIONS
             "decode.budget",
             "at least 41",
         ),
+        ({"policy": "expected_attention", "value_norm": False, "epsilon": 0.1}, "epsilon", "value_norm True"),
+        ({"policy": "snapkv", "recent": 2000}, "budget", "at least 2004 tokens, or a smaller recent"),
+        (
+            {"decode": {"rule": "scissorhands", "budget": 4096, "every": 1}},
+            "decode.every",
+            "at least 7 tokens at once",
+        ),
+        (
+            {"policy": "h2o", "budget": 4096, "decode": {"rule": "scissorhands", "every": 6}},
+            "decode.every",
+            "at least 7 tokens at once",
+        ),
+        (
+            {"decode": {"rule": "scissorhands", "budget": 4096, "recent": 4089}},
+            "decode.recent",
+            "room for 7 tokens",
+        ),
+        (
+            {
+                "policy": "scissorhands",
+                "budget": 4096,
+                "heads": "ada",
+                "alpha": 0.0,
+                "decode": "scissorhands",
+            },
+            "decode.recent",
+            "room for 7 tokens",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_its_field_and_what_would_be_valid(
@@ -197,6 +225,20 @@ def test_decode_rules_fill_in_their_defaults_and_take_the_recipes_sinks() -> Non
     assert (
         DecodeRecipe("h2o").recent_tokens(33) == 16 and DecodeRecipe("h2o", recent=5).recent_tokens(33) == 5
     )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"decode": {"rule": "scissorhands", "budget": 4096, "every": 7}},
+        {"decode": {"rule": "scissorhands", "budget": 4096, "every": 1, "window": 64}},
+        {"decode": {"rule": "scissorhands", "budget": 20, "every": 1}},
+        {"decode": {"rule": "scissorhands", "budget": 2**31 - 1}},
+        {"policy": "scissorhands", "budget": 4096, "heads": "ada", "decode": "scissorhands"},
+    ],
+)
+def test_scissorhands_may_keep_sums_for_some_compressions_to_come(fields: dict[str, object]) -> None:
+    assert make_recipe(**fields).decode.rule == "scissorhands"
 
 
 def test_a_window_without_sinks_is_warned_about() -> None:

@@ -213,3 +213,8 @@ def test_protected_tokens_fit_any_budget_that_holds_the_fixed_ones(recipe: Recip
     ranges = recipe.protected_ranges(n, budget)
     assert sum(stop - start for start, stop in ranges) <= budget
     assert all(0 <= start < stop <= n for start, stop in ranges)
+
+
+def test_a_zero_with_a_sign_is_no_other_number() -> None:
+    plain, signed = (make_recipe(policy="snapkv", heads="ada", alpha=zero) for zero in (0.0, -0.0))
+    assert plain == signed and plain.recipe_id == signed.recipe_id

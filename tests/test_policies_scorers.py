@@ -156,6 +156,19 @@ def test_window_mass_is_the_attention_that_the_observed_queries_gave(
     np.testing.assert_allclose(mass.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_score_that_is_no_number_drags_no_other_token_along(bad: float) -> None:
+    recipe = make_recipe(policy="knorm", budget=20, sinks=0, critical=True, critical_share=0.0)
+    _, policy, view = cut_prompt(4, 60, 3, recipe)
+    scores, protected = policy.score(view), policy.protected(view)
+    worst = scores.argmin(-1, keepdim=True)
+    dropped = criticality(view, scores.scatter(-1, worst, bad), protected, 0.0)
+    others = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, worst, False)
+    assert dropped[others].isfinite().all()
+    assert len(dropped[others].unique()) == int(others.sum())
+    assert not dropped.gather(-1, worst).isfinite().any()
+
+
 def test_the_first_stage_of_critical_selection_is_safe_from_the_second() -> None:
     recipe = make_recipe(policy="knorm", budget=20, sinks=0, critical=True, critical_share=0.5)
     _, policy, view = cut_prompt(3, 60, 3, recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import accumulate
 from pathlib import Path
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -152,6 +153,26 @@ def test_a_bracket_that_never_closes_does_not_take_the_file_along() -> None:
     pieces = tokens_of(text)
     taken = sum(stop - start for start, stop in structural_ranges(pieces))
     assert 0 < taken < len(pieces) / 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fn" + " " * 390 + "x",
+        ("public" + " " * 50) * 7 + "x",
+        "public" + " " * 190 + "a(" * 95 + "x",
+        "import a" + " " * 380 + "!",
+        "using" + " " * 390 + "x",
+        "const a = (" + " " * 380 + "x",
+        "class a(" + ": " * 190 + "x",
+        "a" + " b" * 100 + "(" + ")" * 150 + "x",
+    ],
+)
+def test_no_line_takes_long_whatever_it_is_made_of(line: str) -> None:
+    pieces = [line + "\n"] * 200
+    start = process_time()
+    structural_ranges(pieces)
+    assert process_time() - start < 0.4  # 2 ms a line; a hundredth of that is normal
 
 
 @settings(deadline=None)

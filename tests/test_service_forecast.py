@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import one_thread, prefill_all, request, tiny, tokens_of  # noqa: F401
 
-from deployments.forecast import snapshot_bytes, survivor_counts, survivor_layout
+from deployments.forecast import prefill_bytes, snapshot_bytes, survivor_counts, survivor_layout
 from engine.errors import InvalidRequest
 from policies import make_recipe
 
@@ -30,11 +30,17 @@ RECIPES = {
     "tova": {"policy": "tova", "budget": 40, "decode": {"rule": "tova", "budget": 50}},
     "scissorhands": {"policy": "scissorhands", "budget": 40, "decode": SCISSORHANDS},
     "scissorhands often": {"policy": "full", "decode": {**SCISSORHANDS, "budget": 40, "every": 3}},
+    "scissorhands with little that may leave": {
+        "policy": "snapkv",
+        "budget": 30,
+        "decode": {"rule": "scissorhands", "window": 20, "recent": 28, "sinks": 2},
+        **WINDOW,
+    },
     "scissorhands and ada": {
         "policy": "snapkv",
         "budget": 40,
         "heads": "ada",
-        "decode": SCISSORHANDS,
+        "decode": {**SCISSORHANDS, "recent": 2},
         **WINDOW,
     },
 }
@@ -75,4 +81,27 @@ def test_a_recipe_that_cannot_be_met_is_refused_by_field_before_anything_is_comp
     critical = make_recipe(policy="knorm", budget=40, critical=True)
     with pytest.raises(InvalidRequest, match="output projection") as refused:
         snapshot_bytes(blind, request("a", tokens_of(100), critical))
-    assert refused.value.field == "kv.policy"
+    assert refused.value.field == "kv.critical"
+
+
+@pytest.mark.parametrize(
+    "fields", [RECIPES["full"], RECIPES["h2o"], RECIPES["scissorhands often"], RECIPES["snapkv"]]
+)
+def test_what_prefill_holds_counts_queries_that_are_read_and_what_the_rule_notes(fields):
+    model = tiny("llama").model
+    wanted = request("a", tokens_of(200), make_recipe(**fields))
+    done = prefill_all(model, [wanted])["a"]
+    workspace = done.job.workspace
+    queries = sum(watch.nbytes for watch in workspace.watches.values())
+    held = workspace.nbytes + queries + done.layout.arrays_bytes
+    assert held <= prefill_bytes(model.spec, wanted) <= held + 2048
+
+
+def test_a_long_tail_counts_as_queries():
+    spec = tiny("llama").model.spec
+    short, long = (
+        make_recipe(policy="snapkv", budget=190, tail=tail, window=8, sinks=0) for tail in (0, 180)
+    )
+    more = prefill_bytes(spec, request("a", tokens_of(200), long))
+    less = prefill_bytes(spec, request("a", tokens_of(200), short))
+    assert more - less == sum(180 * layer.query_heads * layer.head_dim * 4 for layer in spec.layers)

@@ -8,11 +8,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from service_stand import FULL, LockedTier, ask, expected, model, prefix_cache, stand
+import torch
+from service_stand import (
+    FULL,
+    SNAPKV,
+    LockedTier,
+    Stand,
+    ask,
+    expected,
+    model,
+    prefix_cache,
+    prompt_of,
+    stand,
+)
 
+from deployments.forecast import prefill_bytes
+from deployments.reply import PrefillReply
+from engine.request import GenerationRequest
+from engine.snapshot import parse_snapshot
 from kv_tiers.block import BlockFault, open_block
 from kv_tiers.keys import BlockKey
 from kv_tiers.tier import ReadLease, UnknownLease, WriteLease
+from policies.recipe import make_recipe
 
 
 async def test_a_second_request_over_the_same_prompt_reports_what_it_found(tmp_path):
@@ -70,7 +87,7 @@ async def test_the_reply_does_not_wait_for_the_spill_which_holds_its_workspace_a
     prefix = prefix_cache(tmp_path, PausedTier)
     tier = prefix.tier
     request = ask("first", 100)
-    need = 100 * model().spec.kv_bytes_per_token
+    need = prefill_bytes(model().spec, request)
     async with stand(prefix=prefix, workspace_bytes=need) as s:
         done = await s.run(request)
         assert done.tokens == expected(request).tokens
@@ -220,3 +237,58 @@ async def test_leaving_with_the_first_tokens_still_keeps_the_blocks(tmp_path):
         await stream.aclose()
         await s.at_rest()
         assert (await s.run(ask("next", 100))).prompt.cached_tokens == 80
+
+
+Kept = dict[tuple[int, int], list[int]]
+
+
+def note_kept(s: Stand) -> dict[str, Kept]:
+    """By request id, filled as prompts are done: the positions that are shipped of every layer and head."""
+    shipped: dict[str, Kept] = {}
+
+    async def note(request: GenerationRequest, reply: PrefillReply) -> None:
+        assert reply.snapshot is not None
+        meta = parse_snapshot(model().spec, torch.from_numpy(reply.snapshot.payload.copy())).meta
+        shipped[request.request_id] = {place: kept.tolist() for place, kept in meta.positions.items()}
+
+    s.client.after = note
+    return shipped
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reused"),
+    [
+        (SNAPKV, 160),
+        (make_recipe(policy="keydiff", budget=24), 160),
+        (make_recipe(policy="h2o", budget=24, recent=8), 0),
+    ],
+    ids=["snapkv", "keydiff", "h2o, which must meet every query"],
+)
+async def test_a_second_question_over_a_document_selects_anew_and_equals_its_cold_answer(
+    tmp_path, recipe, reused
+):
+    """O-29: survivors chosen for one question are never the start of another; questions branch off at any point."""
+    document, questions = prompt_of(165), [prompt_of(20 + i, seed=i) for i in (1, 2, 3, 4)]
+
+    def asked(name: str, *parts: tuple[int, ...]) -> GenerationRequest:
+        return replace(ask(name, recipe=recipe), prompt=sum((document, *parts), ()))
+
+    async with stand(prefix=prefix_cache(tmp_path), by_reply=True) as s:
+        shipped = note_kept(s)
+        first = asked("first", questions[0])
+        answer = (await s.run(first)).tokens[0]
+        await s.at_rest()
+        # Two other questions over the document at once, then two over the document, its question and its answer.
+        warm = [asked("second", questions[1]), asked("branch", questions[2])]
+        later = [asked(f"turn {i}", questions[0], tuple(answer), questions[i]) for i in (1, 3)]
+        done = [*await asyncio.gather(*map(s.run, warm)), *[await s.run(request) for request in later]]
+        again = await s.run(replace(first, request_id="again"))
+    async with stand(by_reply=True) as s:
+        cold = note_kept(s)
+        for request, found in zip([*warm, *later, first], [*done, again], strict=True):
+            assert found.tokens == (await s.run(request)).tokens == expected(request).tokens
+            assert shipped[request.request_id] == cold[request.request_id]
+    assert [found.prompt.cached_tokens for found in done[:2]] == [reused, reused]
+    assert all(found.prompt.cached_tokens >= reused for found in [*done, again])
+    assert shipped["again"] == shipped["first"]
+    assert all(shipped[request.request_id] != shipped["first"] for request in (*warm, *later))

@@ -167,7 +167,7 @@ async def test_survivors_larger_than_staging_are_an_invalid_request():
         with pytest.raises(InvalidRequest, match="staging_gib") as refused:
             await s.run(ask(recipe=FULL, tokens=300))
         assert refused.value.field == "kv.budget"
-        # Within the limit by its payload, beyond it with its metadata: known only when it is computed.
+        # Within the limit by its payload, beyond it with its metadata.
         fits = s.prefill.endpoint.capacity // model().spec.kv_bytes_per_token
         with pytest.raises(InvalidRequest, match="staging_gib"):
             await s.prefill.prefill(ask(recipe=FULL, tokens=fits))

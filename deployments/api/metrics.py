@@ -135,14 +135,15 @@ class PolicyMetrics:
         )
         self.kept_mass = Histogram(
             "kvtide_kept_attention_mass",
-            "Share of the last queries' attention that survivors hold, mean over layers; of requests with kv.report.",
+            "Share of the last queries' attention that survivors hold, mean over layers; of requests with kv.report "
+            "and of prompts that stay whole.",
             by,
             registry=registry,
             buckets=_SHARES,
         )
         self.entropy = Histogram(
             "kvtide_budget_entropy",
-            "Entropy of the tokens kept over layers and heads, 1 where all keep the same; of requests with kv.report.",
+            "Entropy of the tokens kept over layers and heads, 1 where all keep the same.",
             by,
             registry=registry,
             buckets=_SHARES,

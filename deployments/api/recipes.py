@@ -8,14 +8,23 @@ from functools import cached_property
 
 from deployments.api.spans import LazyPromptMap
 from engine.errors import InvalidRequest
-from policies.named import CAPPED_FROM, LIGHT_FROM, NAMED, SNAPKV_FROM, NamedRecipe, choose_recipe
+from policies.named import (
+    CAPPED_FROM,
+    LIGHT_FROM,
+    NAMED,
+    SNAPKV_FROM,
+    NamedRecipe,
+    choose_recipe,
+    unknown_recipe,
+)
+from policies.placement import window_as_found
 from policies.recipe import Recipe, RecipeError, make_recipe, merge_fields
 from policies.recipe_checks import ranges
 from policies.spans import PromptMap
 
 AUTO = "auto"
 MAX_RANGES = 1024
-"""Most token ranges in one list of a request; a list per token would keep an engine's thread busy."""
+"""Most ranges of tokens or layers in one field of a request; one per token would keep an engine's thread busy."""
 
 _SERVER = "default"
 _SHOWN_PROBLEM_CHARS = 300
@@ -45,7 +54,7 @@ class RecipeBook:
         if name is None or name == AUTO:
             return rest
         if not isinstance(name, str) or name not in self.named:
-            raise RecipeError("recipe", f"unknown recipe {name!r:.80}", ", ".join(self.named))
+            raise unknown_recipe(name, self.named)
         return merge_fields(self.named[name].fields, rest)
 
     @cached_property
@@ -87,6 +96,8 @@ class RecipeBook:
         over = dict(self.default_fields)
         if "protect" in over and "protect" not in present:
             over["protect"] = _there(over["protect"], prompt)
+        if "window" in over and "window" not in present:
+            over["window"] = window_as_found(over["window"], prompt)
         # Fields over "auto" that evict stand on SnapKV: those of ours that no longer matter beside the request's go.
         fields = merge_fields({"policy": "snapkv", **over}, present)
         fields.pop("policy")
@@ -163,10 +174,10 @@ def split_kv(kv: Mapping[str, object] | str | None) -> tuple[dict[str, object], 
     report = fields.pop("report", None)
     if report is not None and type(report) is not bool:
         raise RecipeError("report", f"{report!r:.64} is neither true nor false", "true, false")
-    for name in ("spans", "structure"):
-        ranges = fields.get(name)
-        if isinstance(ranges, list) and len(ranges) > MAX_RANGES:
-            raise RecipeError(name, f"{len(ranges)} ranges are too many", f"at most {MAX_RANGES}")
+    for name in ("spans", "structure", "bands"):
+        several = fields.get(name)
+        if isinstance(several, list | dict) and len(several) > MAX_RANGES:
+            raise RecipeError(name, f"{len(several)} ranges are too many", f"at most {MAX_RANGES}")
     return fields, bool(report)
 
 

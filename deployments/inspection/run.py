@@ -14,20 +14,17 @@ import numpy as np
 import torch
 
 from deployments.api.card import ModelCard
-from deployments.api.prompts import Prompt, chat_prompt, completion_prompt
-from deployments.api.recipes import split_kv
-from deployments.api.schemas import ChatRequest, Message
 from deployments.config import AppArgs, resolve
 from deployments.inspection.inspected import CacheRow, Inspected, known, readable
 from deployments.inspection.page import page
+from deployments.offline import choose_recipe, read_prompt
 from deployments.served_model import model_card
-from engine.errors import InvalidRequest, KvtideError
+from engine.errors import KvtideError
 from engine.model import Model, ModelSpec, load_model
 from engine.prefill import PrefillDone, PrefillEngine, PrefillJob, run_to_end
 from engine.request import GenerationRequest, SamplingParams
-from engine.support import refuse_recipe
 from engine.weights import ensure_weights
-from policies.recipe import Recipe, RecipeError
+from policies.recipe import Recipe
 
 _TWICE = "{} is given twice, by itself and in --kv"
 
@@ -109,8 +106,8 @@ def inspect(options: AppArgs, wanted: Inspection) -> Iterator[Path]:
     files = wanted.files()
     torch.set_num_threads(options.threads or resolve(options).cores)
     card = model_card(options)
-    prompt = _prompt(card, wanted.text, wanted.chat)
-    recipes = [_choose(card, given, prompt) for given, _ in files]
+    prompt = read_prompt(card, wanted.text, wanted.chat)
+    recipes = [choose_recipe(card, given, prompt) for given, _ in files]
     model = load_model(ensure_weights(options.model), options.dtype, options.block_tokens)
     model.spec = replace(model.spec, context_length=card.context_length)
     drawing = importlib.util.find_spec("matplotlib") is not None
@@ -128,27 +125,8 @@ def inspect(options: AppArgs, wanted: Inspection) -> Iterator[Path]:
         )
 
 
-def _prompt(card: ModelCard, text: str, chat: bool) -> Prompt:
-    if not text:
-        raise InvalidRequest("the text is empty", "prompt")
-    if chat:
-        return chat_prompt(card, ChatRequest(model="", messages=[Message(role="user", content=text)]))
-    return completion_prompt(card, text, "prompt")
-
-
-def _choose(card: ModelCard, given: Mapping[str, object], prompt: Prompt) -> Recipe:
-    try:
-        recipe = card.recipes.choose(split_kv(given)[0], prompt.map)
-    except RecipeError as error:
-        raise ValueError(f"{error.field}: {error.problem}; valid: {error.valid}") from None
-    for warning in recipe.warnings:
-        print(f"kvtide: {warning}", file=sys.stderr)
-    return recipe
-
-
 def prefill(model: Model, prompt: Sequence[int], recipe: Recipe, chunk_tokens: int = 1024) -> PrefillDone:
     """One prompt to its end, with its report. Raises `KvtideError`."""
-    refuse_recipe(model.spec, recipe)
     engine = PrefillEngine(model, chunk_tokens=chunk_tokens)
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     request = GenerationRequest("inspect", tuple(prompt), sampling, recipe, report=True)

@@ -121,6 +121,51 @@ int move_heads(char* pool, int64_t num_pages, const Format<E>& f, const int32_t*
 }
 
 template <class E>
+void copy_token(const Format<E>& f, const E* from, int s, E* to, int t) {
+    const E* old = from + f.value_offset + value_at(f, 0, s);
+    E* now = to + f.value_offset + value_at(f, 0, t);
+    if constexpr (sizeof(E) == 2) {
+        for (int d = 0; d < f.padded; d += 2)
+            std::memcpy(to + key_at(f, d, t), from + key_at(f, d, s), 2 * sizeof(E));
+        for (int d = 0; d < f.padded; ++d) now[2 * d] = old[2 * d];
+    } else {
+        for (int d = 0; d < f.padded; ++d) to[key_at(f, d, t)] = from[key_at(f, d, s)];
+        std::copy(old, old + f.padded, now);
+    }
+}
+
+// Slot by slot, in ascending order. A token that stays where it is costs nothing.
+template <class E>
+int move_slots(char* pool, int64_t num_pages, const Format<E>& f, const int32_t* tables, int64_t table_stride,
+               int64_t pages, int heads, const int64_t* sources, int64_t source_stride, int64_t count, int threads) {
+    const uint32_t slots = (uint32_t)f.slots();
+    const auto page_of = [&](int64_t h, int64_t slot) { return tables[h * table_stride + (uint32_t)slot / slots]; };
+    for (int64_t h = 0; h < heads; ++h)
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t from = sources[h * source_stride + i];
+            if (from < 0 || from == i) continue;
+            if (std::max(from, i) >= pages * slots) return BAD_SPAN;
+            for (const int32_t id : {page_of(h, from), page_of(h, i)})
+                if (id < 0 || id >= num_pages) return BAD_PAGE;
+        }
+    const auto tile_of = [&](int64_t h, int64_t slot) {
+        const int64_t tile = (uint32_t)slot % slots / TILE;
+        return reinterpret_cast<E*>(pool + page_of(h, slot) * f.page_bytes) + tile * f.tile_elements;
+    };
+    if (heads * count * f.dim * 2 * (int64_t)sizeof(E) < PARALLEL_BYTES) threads = 1;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t h = 0; h < heads; ++h)
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t from = sources[h * source_stride + i];
+            if (from < 0 || from == i) continue;
+            const E* old = tile_of(h, from);
+            E* now = tile_of(h, i);
+            copy_token(f, old, (int)(from % TILE), now, (int)(i % TILE));
+        }
+    return OK;
+}
+
+template <class E>
 int append_tokens(char* pool, int64_t num_pages, const Format<E>& f, const int32_t* tables, int64_t table_row,
                   int64_t table_head, int64_t pages, const int32_t* lengths, int64_t length_row, const int32_t* rows,
                   int sequences, int batch, int heads, const E* k, const E* v, const int64_t* strides) {
@@ -175,6 +220,17 @@ extern "C" int kvtide_append(void* pool, int64_t num_pages, int64_t page_bytes, 
                              (const uint16_t*)v, strides);
     return append_tokens((char*)pool, num_pages, Format<float>(page_bytes, dim), tables, table_row, table_head, pages,
                          lengths, length_row, rows, sequences, batch, heads, (const float*)k, (const float*)v, strides);
+}
+
+// sources int64[heads][source_stride]: the old slot of each of the first `count`, -1 where nothing is to be moved.
+extern "C" int kvtide_move_slots(void* pool, int64_t num_pages, int64_t page_bytes, int bf16, int dim,
+                                 const int32_t* tables, int64_t table_stride, int64_t pages, int heads,
+                                 const int64_t* sources, int64_t source_stride, int64_t count, int threads) {
+    if (bf16)
+        return move_slots((char*)pool, num_pages, Format<uint16_t>(page_bytes, dim), tables, table_stride, pages, heads,
+                          sources, source_stride, count, threads);
+    return move_slots((char*)pool, num_pages, Format<float>(page_bytes, dim), tables, table_stride, pages, heads,
+                      sources, source_stride, count, threads);
 }
 
 extern "C" int kvtide_copy_page(void* pool, int64_t num_pages, int64_t page_bytes, int64_t src, int64_t dst) {

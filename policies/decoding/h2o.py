@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.decoding.rule import DecodeRule, LayerKeys, row_of, survivors_of
+from kernels import ops
+from policies.decoding.rule import DecodeRule, LayerKeys, survivors_of
 from policies.decoding.state import Change, DecodeState
 from policies.policy import LayerView, Selection
 from policies.recipe import Recipe
@@ -48,26 +49,31 @@ class H2O(DecodeRule):
             mass = layer.window_mass(self.prompt_queries(layer.tokens), tail=0)
         return {"mass": survivors_of(mass.float(), selection)}
 
+    def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
+        return {"mass": (torch.float32, 3)}
+
     def _prepare(self, state: DecodeState) -> None:
         recent = torch.from_numpy(self.recent_tokens(state.caps))
-        state.derived["recent"] = recent.to(state.positions.device).unsqueeze(-1)
+        state.derived["recent"] = recent.to(state.positions.device)
 
     def observe(self, state: DecodeState, attention: Tensor) -> None:
-        state.arrays["mass"] += row_of(state, attention)
+        ops.add_seen(state.arrays["mass"], attention, state.lengths)
 
     def evict(self, state: DecodeState, keys: Sequence[LayerKeys] | None = None) -> Change:
         if self.every > 1:
             return self._evict_together(state, keys)
-        if not (state.counts > state.caps).any():
-            return None
-        recent = state.positions > state.position - state.derived["recent"]
-        return self._victims(state, self._score(state, keys), recent)
+        return self._victims(state, state.arrays["mass"], state.derived["recent"], self._summed(state))
+
+    def _summed(self, state: DecodeState) -> int:
+        """Queries whose attention is in the scores, at most; 0 where scores count as they are."""
+        if self.decode.normalize == "none":
+            return 0
+        prompt_rows = state.n if self.prompt_all_queries else self.prompt_queries(state.n)
+        return max(1, prompt_rows + state.position + 1 - state.n)
 
     def _score(self, state: DecodeState, keys: Sequence[LayerKeys] | None) -> Tensor:
-        mass = state.arrays["mass"]
-        if self.decode.normalize == "none":
-            return mass.clone()
-        prompt_rows = state.n if self.prompt_all_queries else self.prompt_queries(state.n)
-        summed = prompt_rows + state.position + 1 - state.n
-        seen = (state.position + 1 - state.positions).clamp_(min=1, max=max(1, summed))
+        mass, summed = state.arrays["mass"], self._summed(state)
+        if not summed:
+            return mass
+        seen = (state.position + 1 - state.positions).clamp_(min=1, max=summed)
         return mass / seen.float()  # dividing by integers is twenty times slower

@@ -28,11 +28,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import ops
 from policies.decoding.state import Change, Compact, DecodeState, Victims
 from policies.policy import LayerView, Selection
 from policies.recipe import Recipe
 
 _NEVER = torch.iinfo(torch.int32).max
+MOST_TOKENS = 1 << 30
+"""Caps end here: what is added to them stays an int32, and no sequence has as many tokens."""
 _HIGH = 1e300
 
 
@@ -63,6 +66,9 @@ class DecodeRule(ABC):
 
     evicts: ClassVar[bool] = True
     """False: nothing ever leaves, and the engine needs no state."""
+
+    in_order: ClassVar[bool] = False
+    """Whether slots are in the order of positions after a `Compact`. It costs more: most of what stays moves."""
 
     prompt_all_queries: bool = False
     """Whether `LayerView.observed` of policy h2o is wanted even of a prompt from which nothing is evicted."""
@@ -108,6 +114,7 @@ class DecodeRule(ABC):
         else:
             whole = np.array([max(n, self._tokens_budget(layer)) for layer in layers])[:, None]
             caps = np.where(((counts == n) | (counts == 0)).all(1, keepdims=True), whole, counts)
+        caps = np.minimum(caps, MOST_TOKENS)
         return np.where(counts > 0, np.maximum(caps, self.protected_tokens(n)), 0).astype(np.int32)
 
     def recent_tokens(self, caps: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -157,19 +164,33 @@ class DecodeRule(ABC):
         joined = {name: _stack([part[name] for part in per_layer]) for name in names}
         return {"caps": torch.from_numpy(self.caps(counts, n, layers)), **joined}
 
+    def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
+        """Arrays of a snapshot beside the state's own: name -> dtype (None: the model's), number of dimensions.
+
+        Those of a prompt of `n` tokens, or of a `running` sequence. All but `extra_names` are per slot.
+        """
+        return {"frame": (torch.int32, 3)} if running and self.slot_positions else {}
+
     # At decode.
 
     def open(
-        self, positions: Tensor, lengths: NDArray[np.integer], n: int, arrays: Mapping[str, Tensor]
+        self,
+        positions: Tensor,
+        lengths: NDArray[np.integer],
+        n: int,
+        arrays: Mapping[str, Tensor],
+        most: int = MOST_TOKENS,
     ) -> DecodeState:
         """The state of a sequence, from a prompt's snapshot or from one taken in the middle (`DecodeState.export`).
 
         positions: int32 [L, Hk, C'], -1 beyond `lengths` [L, Hk] (slots in use, 0 exactly for absent heads) and in
-        holes; n: prompt tokens; arrays: as `prompt_state` or `export` made them. Nothing given is kept or changed.
+        holes; n: prompt tokens; arrays: as `prompt_state` or `export` made them; most: tokens that the sequence can
+        ever have, for which no cap needs more room. Nothing given is kept or changed.
         """
         running = "write" in arrays
-        caps = arrays["caps"].cpu().numpy().astype(np.int32)
-        capacity = self.capacity(caps)
+        most = max(most, int(lengths.max(initial=0)))
+        caps = np.minimum(arrays["caps"].cpu().numpy().astype(np.int32), most)
+        capacity = np.minimum(self.capacity(caps), most)
         slots = int(max(capacity.max(initial=0), lengths.max(initial=0)))
         device = positions.device
         places = _padded(positions.to(torch.int32), slots, -1)
@@ -178,7 +199,7 @@ class DecodeRule(ABC):
         own = {
             name: array.to(device) for name, array in arrays.items() if name not in ("caps", "write", "clock")
         }
-        extra = {name: own.pop(name).clone() for name in self._extra_names() if name in own}
+        extra = {name: own.pop(name).clone() for name in self.extra_names() if name in own}
         marked = torch.from_numpy(np.append(_marked(self.protected_ranges(n), n), False)).to(device)
         state = DecodeState(
             positions=places, lengths=size,
@@ -191,7 +212,7 @@ class DecodeRule(ABC):
         self._prepare(state)
         return state
 
-    def _extra_names(self) -> tuple[str, ...]:
+    def extra_names(self) -> tuple[str, ...]:
         """Names in snapshots of tensors that are no per-slot arrays."""
         return ()
 
@@ -250,31 +271,28 @@ class DecodeRule(ABC):
         value = score.double().nan_to_num(nan=-_HIGH, posinf=_HIGH, neginf=-_HIGH)
         recent = state.derived.get("recent")
         if recent is not None:
-            value.masked_fill_(state.positions > state.position - recent, 2 * _HIGH)
-        value.masked_fill_(state.protected, float("inf")).masked_fill_(state.positions < 0, float("-inf"))
-        newest_first = state.positions.argsort(dim=-1, descending=True)
-        by_score = value.gather(-1, newest_first).sort(dim=-1, descending=True, stable=True).indices
-        places = torch.arange(state.slots, device=value.device)
-        stays = places < torch.from_numpy(counts).to(value.device).unsqueeze(-1)
-        order = newest_first.gather(-1, by_score)
-        return Compact(torch.zeros_like(state.protected).scatter_(-1, order, stays), counts)
+            value.masked_fill_(state.positions > state.position - recent.unsqueeze(-1), 2 * _HIGH)
+        value.masked_fill_(state.protected, float("inf"))
+        stays = ops.keep_highest(value, state.positions, torch.from_numpy(counts).to(value.device))
+        return Compact(stays, counts, self.in_order)
 
-    def _victims(self, state: DecodeState, score: Tensor | None, blocked: Tensor | None) -> Victims | None:
+    def _victims(
+        self, state: DecodeState, score: Tensor | None, recent: Tensor | None = None, seen: int = 0
+    ) -> Victims | None:
         """One token from each head above its cap: the lowest score, equal scores (or no scores) the oldest.
 
-        score: f32 [L, Hk, C], overwritten; blocked: bool [L, Hk, C], slots that stay as long as any other may leave.
+        score: f32 [L, Hk, >= C], divided by the queries that could see the token where `seen` of them were summed;
+        recent: int32 [L, Hk], how many newest tokens stay as long as any other may leave.
         """
         due = (state.counts > state.caps) & state.heads_on_host
         if not due.any():
             return None
-        stays = state.protected | (state.positions < 0)
-        if score is not None:
-            score.masked_fill_(stays if blocked is None else stays | blocked, float("inf"))
-            # Not "equal": a NaN score must not leave the choice empty.
-            stays |= score > score.amin(-1, keepdim=True)
-        slots = state.positions.masked_fill(stays, _NEVER).argmin(-1)
-        leaves = state.heads if (due == state.heads_on_host).all() else torch.from_numpy(due).to(slots.device)
-        return Victims(torch.where(leaves, slots, -1), due)
+        slots = ops.lowest_slots(
+            score, state.positions, state.protected, state.lengths, state.position, recent=recent, seen=seen
+        )
+        if not (due == state.heads_on_host).all():
+            slots = torch.where(torch.from_numpy(due).to(slots.device), slots, -1)
+        return Victims(slots, due)
 
     def _protected_counts(self, state: DecodeState) -> NDArray[np.int32]:
         """Protected tokens per head: survivors hold all protected tokens of the prompt."""

@@ -73,6 +73,9 @@ class Scissorhands(DecodeRule):
             low = low_below(queries, layer, weights, limits)
         return {"low": survivors_of(low, selection), "mass": survivors_of(sums.mass, selection)}
 
+    def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
+        return {"low": (torch.float32, 4), "mass": (torch.float32, 4)}
+
     # At decode.
 
     def _prepare(self, state: DecodeState) -> None:
@@ -81,9 +84,7 @@ class Scissorhands(DecodeRule):
             given = state.arrays[name][:, :, :windows]
             short = windows - given.shape[2]
             state.arrays[name] = torch.nn.functional.pad(given, (0, 0, 0, short)) if short else given.clone()
-        state.derived["recent"] = (
-            torch.from_numpy(self.recent_tokens(state.caps)).to(given.device).unsqueeze(-1)
-        )
+        state.derived["recent"] = torch.from_numpy(self.recent_tokens(state.caps)).to(given.device)
 
     def _ahead(self, state: DecodeState) -> int:
         return self._compressions(state.caps, state.n).ahead(self.window)

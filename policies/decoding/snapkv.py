@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class SnapKV(DecodeRule):
     The score of a cached token is its mean causal softmax attention over those queries and over their group, pooled
     over its neighbours in the cache; the newest `window` tokens stay. The queries may reach back into the prompt.
     """
+
+    in_order: ClassVar[bool] = True  # neighbours in the cache stay neighbours
 
     @property
     def query_window(self) -> int:
@@ -45,11 +48,14 @@ class SnapKV(DecodeRule):
         ring[:, torch.arange(layer.tokens - rows, layer.tokens, device=ring.device) % window] = given
         return {"queries": ring, "query_heads": torch.tensor([len(ring)], dtype=torch.int32)}
 
-    def _extra_names(self) -> tuple[str, ...]:
+    def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
+        return {"queries": (None, 4), "query_heads": (torch.int32, 2)}
+
+    def extra_names(self) -> tuple[str, ...]:
         return ("queries", "query_heads")
 
     def _prepare(self, state: DecodeState) -> None:
-        state.derived["recent"] = torch.full_like(state.lengths, self.query_window).unsqueeze(-1)
+        state.derived["recent"] = torch.full_like(state.lengths, self.query_window)
 
     def keep_query(self, state: DecodeState, layer: int, query: Tensor) -> None:
         heads, dim = query.shape

@@ -31,13 +31,15 @@ class Victims:
 
 @dataclass(frozen=True)
 class Compact:
-    """Many tokens leave at once and the rest move together, in slot order.
+    """Many tokens leave at once and the rest move together.
 
-    keep: bool [L, Hk, C], False in empty slots; counts: host int32 [L, Hk], how many are kept.
+    keep: bool [L, Hk, C], False in empty slots; counts: host int32 [L, Hk], how many are kept. in_order: what stays
+    keeps its order, which moves all of it; else only as many move as there are gaps to fill.
     """
 
     keep: Tensor
     counts: NDArray[np.int32]
+    in_order: bool = False
 
 
 Change = Victims | Compact | None
@@ -94,6 +96,15 @@ class DecodeState:
         """int32 [L, Hk, C]: where each key has to be rotated for the next step; None outside slot mode."""
         return self.arrays.get("frame")
 
+    def protected_slots(self) -> Tensor:
+        """int64 [L, Hk, S]: the slots of what is never evicted, S the most of any head, -1 beyond a head's own.
+
+        Waits for the device. They change with a `Compact` alone.
+        """
+        most = int(self.protected.sum(-1).max())
+        order = (~self.protected).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
+        return torch.where(self.protected.gather(-1, order), order, -1)
+
     def advance(self) -> None:
         """Count the token just appended to slot `write` of every head. Before `observe`."""
         self.position += 1
@@ -132,10 +143,12 @@ class DecodeState:
 
     def _move_together(self, change: Compact) -> Tensor:
         width = int(max(self.capacity.max(initial=0), change.counts.max(initial=0)))
-        # Stable: what stays keeps its order.
-        order = (~change.keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :width]
-        order = torch.nn.functional.pad(order, (0, width - order.shape[-1]))
         counts = torch.from_numpy(change.counts.astype(np.int32)).to(self.positions.device)
+        if change.in_order:
+            order = (~change.keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :width]
+        else:
+            order = _gaps_filled(change.keep, counts)[..., :width]
+        order = torch.nn.functional.pad(order, (0, width - order.shape[-1]))
         filled = torch.arange(width, device=order.device) < counts.unsqueeze(-1)
         self.positions = torch.where(filled, self.positions.gather(-1, order), -1)
         self.protected = self.protected.gather(-1, order) & filled
@@ -162,7 +175,7 @@ class DecodeState:
             self.counts.copy(), self.caps, self.capacity, self.n, self.position, self.clock, self.settled,
             {name: array.clone() for name, array in self.arrays.items()},
             {name: array.clone() for name, array in self.extra.items()},
-            self.derived,
+            dict(self.derived),
         )  # fmt: skip
 
     def export(self) -> dict[str, Tensor]:
@@ -206,6 +219,19 @@ class DecodeState:
 
     def _first_empty(self) -> Tensor:
         return (self.positions < 0).int().argmax(-1).int()
+
+
+def _gaps_filled(keep: Tensor, counts: Tensor) -> Tensor:
+    """int64 [L, Hk, C]: the old slots of the first `counts` [L, Hk] when what lies behind moves into the gaps.
+
+    Waits for the device.
+    """
+    place = torch.arange(keep.shape[-1], device=keep.device)
+    inside = place < counts.unsqueeze(-1)
+    order = place.repeat(*keep.shape[:-1], 1)
+    # A head has as many gaps as tokens behind, and both come head by head, in ascending order.
+    order[inside & ~keep] = (keep & ~inside).nonzero()[:, -1]
+    return order
 
 
 def _gather(array: Tensor, order: Tensor, filled: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,12 +22,14 @@ class Streaming(DecodeRule):
     by one; nothing else ever moves, so that a stream may run past the trained context.
     """
 
+    in_order: ClassVar[bool] = True
+
     def _prepare(self, state: DecodeState) -> None:
         if self.slot_positions and "frame" not in state.arrays:
             self._reframe(state, state.positions >= 0, state.counts)
 
     def evict(self, state: DecodeState, keys: Sequence[LayerKeys] | None = None) -> Change:
-        change = self._victims(state, None, None)
+        change = self._victims(state, None)
         if change is not None and self.slot_positions:
             self._close_gap(state, change)
         return change
@@ -36,6 +39,7 @@ class Streaming(DecodeRule):
 
     def _compact(self, state: DecodeState, keep: NDArray[np.integer], score: Tensor) -> Compact:
         change = super()._compact(state, keep, score)
+        state.derived.pop("staying", None)
         if self.slot_positions:
             self._reframe(state, change.keep, change.counts)
         return change
@@ -50,7 +54,11 @@ class Streaming(DecodeRule):
         state.arrays["frame"] = torch.where(held, first + rank, 0)
 
     def _close_gap(self, state: DecodeState, change: Victims) -> None:
-        """What lies before a victim moves up by one."""
-        slot = change.slots.unsqueeze(-1)
+        """What lies before a victim moves up by one: only what never leaves does."""
+        if "staying" not in state.derived:
+            state.derived["staying"] = state.protected_slots()
+        staying = state.derived["staying"]
+        slot, at = change.slots.unsqueeze(-1), staying.clamp(min=0)
         left = torch.where(slot >= 0, state.positions.gather(-1, slot.clamp(min=0)), -1)
-        state.arrays["frame"] += (state.positions >= 0) & (state.positions < left)
+        before = (staying >= 0) & (state.positions.gather(-1, at) < left)
+        state.arrays["frame"].scatter_add_(-1, at, before.int())

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.decoding.rule import DecodeRule, LayerKeys, row_of, survivors_of
+from policies.decoding.rule import DecodeRule, LayerKeys, survivors_of
 from policies.decoding.state import Change, DecodeState
 from policies.policy import LayerView, Selection
 
@@ -32,14 +32,22 @@ class TOVA(DecodeRule):
             return {}
         return {"last": survivors_of(layer.window_mass(1, tail=0), selection)}
 
-    def _extra_names(self) -> tuple[str, ...]:
+    def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
+        if running:
+            return {"shared": (torch.uint8, 1)}
+        return {"last": (torch.float32, 3)} if self.prompt_queries(n) else {}
+
+    def extra_names(self) -> tuple[str, ...]:
         return ("shared",)
 
     def _prepare(self, state: DecodeState) -> None:
         if "shared" not in state.extra:
             same = (state.positions == state.positions[:, :1]).all(-1) | ~state.heads
             state.extra["shared"] = same.all(-1).to(torch.uint8)
-        state.derived["heads"] = state.heads.sum(-1)
+        state.derived["heads"] = state.heads.sum(-1, dtype=torch.int32)
+        state.derived["together"] = (
+            state.extra["shared"].bool().all().cpu()
+        )  # on the host: known at each step
 
     def settle(self, state: DecodeState, keys: Sequence[LayerKeys] | None = None) -> Change:
         change = super().settle(state, keys)
@@ -47,16 +55,20 @@ class TOVA(DecodeRule):
         return change
 
     def observe(self, state: DecodeState, attention: Tensor) -> None:
-        state.arrays["last"] = row_of(state, attention)
+        state.arrays["last"] = attention
 
     def evict(self, state: DecodeState, keys: Sequence[LayerKeys] | None = None) -> Change:
         change = None
         if (state.counts > state.caps).any():
-            change = self._victims(state, self._score(state, keys), None)
+            change = self._victims(state, self._score(state, keys))
         del state.arrays["last"]
         return change
 
     def _score(self, state: DecodeState, keys: Sequence[LayerKeys] | None) -> Tensor:
         own = state.arrays["last"]
-        together = (own.sum(1) / state.derived["heads"].unsqueeze(-1)).unsqueeze(1)
+        # Heads that a narrower layer lacks, and slots beyond a head's, hold anything: the ones must not be counted.
+        real = own if state.heads_on_host.all() else torch.where(state.heads.unsqueeze(-1), own, 0.0)
+        together = (real.sum(1) / state.derived["heads"].float().unsqueeze(-1)).unsqueeze(1)
+        if state.derived["together"]:
+            return together.expand_as(own)
         return torch.where(state.extra["shared"].bool().view(-1, 1, 1), together, own)
