@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -188,7 +189,7 @@ def plot(cells: Sequence[Cell], folder: Path, subtitle: str) -> list[Path]:
     if not handles:
         handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center right", fontsize=8)
-    figure.suptitle(subtitle, fontsize=10)
+    figure.suptitle(textwrap.fill(subtitle, 120), fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.84, 0.97))
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "quality.png", folder / "quality.svg"]

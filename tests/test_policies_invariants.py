@@ -205,7 +205,7 @@ def test_policies_say_what_they_need_to_see() -> None:
         "scissorhands": 400,
         "tova": 1,
     }
-    everything = [name for name in POLICIES if POLICIES[name].needs is Needs.ALL_QUERIES]
+    everything = [name for name in ours if POLICIES[name].needs is Needs.ALL_QUERIES]
     assert everything == ["h2o", "expected_attention"]
     with_tail = simple("snapkv", tail=5)
     assert [with_tail.queries_wanted(n) for n in (1, 12, 13, 14)] == [1, 12, 13, 13]
