@@ -46,7 +46,10 @@ def snapshot_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
 
 
 def prefill_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
-    """The most bytes that prefill holds of the prompt: full KV, queries that are read, arrays of a decode rule."""
+    """Bytes of what prefill keeps of the prompt: full KV, queries that are read, arrays of a decode rule.
+
+    Scratch memory of a selection and sums over columns (a few numbers per token) come on top.
+    """
     plan = plan_prompt(spec, request)
     queries = sum(
         plan.queries(place) * spec.layers[index].scored_heads * spec.layers[index].head_dim

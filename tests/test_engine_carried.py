@@ -189,3 +189,31 @@ def test_a_head_whose_budget_others_take_goes_on_all_the_same(rule, monkeypatch)
         engine.step()
         engine.check()
     assert len(choice.generated) == MOST
+
+
+@pytest.mark.parametrize("rule", ["h2o", "scissorhands", "streaming", "tova"])
+def test_a_snapshot_goes_on_with_more_tokens_than_were_asked_for_as_if_they_always_had_been(rule):
+    model = tiny("llama").model
+    asked = make_recipe(policy="snapkv", budget=80, window=8, kernel=5, decode={**DECODE[rule], "budget": 80})
+
+    def started(most):
+        wanted = request("a", tokens_of(60), asked, max_tokens=most, ignore_eos=True)
+        done = tiny_models.prefill_all(model, [wanted])["a"]
+        engine = DecodeEngine(model, tiny_models.new_pool(model))
+        return wanted, engine, begin(engine, done)
+
+    def run(engine, choice):
+        while choice.finish_reason is None:
+            engine.step()
+        return choice.generated
+
+    long, engine, choice = started(60)
+    unbroken = run(engine, choice)
+    _, engine, choice = started(15)
+    for _ in range(10):
+        engine.step()
+    out = engine.take_out("a", 0)
+    again = Choice(long, 0, pieces(), frozenset(), out.choice.generated)
+    engine = DecodeEngine(model, tiny_models.new_pool(model))
+    engine.add([again], out.layout, out.buffer)
+    assert run(engine, again) == unbroken

@@ -189,7 +189,8 @@ class DecodeRule(ABC):
         """
         running = "write" in arrays
         most = max(most, int(lengths.max(initial=0)))
-        caps = np.minimum(arrays["caps"].cpu().numpy().astype(np.int32), most)
+        # Only the room is cut: whoever goes on from this with more tokens has the caps that it would have had.
+        caps = arrays["caps"].cpu().numpy().astype(np.int32)
         capacity = np.minimum(self.capacity(caps), most)
         slots = int(max(capacity.max(initial=0), lengths.max(initial=0)))
         device = positions.device
