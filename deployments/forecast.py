@@ -1,7 +1,5 @@
 """What a recipe will keep of a prompt, before anything is computed: impossible requests are refused for free."""
 
-from math import ceil
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,21 +25,17 @@ def survivor_counts(spec: ModelSpec, request: GenerationRequest) -> NDArray[np.i
 
 def survivor_layout(spec: ModelSpec, request: GenerationRequest) -> SnapshotLayout:
     """Layout of the prompt's snapshot as far as it is known: counts and payload; metadata is left out."""
-    nothing = np.zeros(0, np.uint32)
-    firsts = np.zeros(len(spec.layers), np.int64)
-    meta = SnapshotMeta(
-        len(request.prompt), nothing, request.recipe.recipe_id, survivor_counts(spec, request), firsts, {}
-    )
-    return SnapshotLayout(spec, meta)
+    return _layout(spec, request, plan_prompt(spec, request))
 
 
 def snapshot_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
     """The most bytes that the prompt's snapshot will take, metadata included; 0 where nothing decodes on."""
     if request.sampling.max_tokens == 1:
         return 0
-    layout = survivor_layout(spec, request)
+    plan = plan_prompt(spec, request)
+    layout = _layout(spec, request, plan)
     positions = int(layout.meta.counts.sum())
-    arrays = _array_bytes(spec, plan_prompt(spec, request), layout.meta.counts)
+    arrays = _array_bytes(spec, plan, layout.meta.counts)
     return layout.nbytes + 4 * (len(request.prompt) + positions) + _ALIGN + arrays
 
 
@@ -57,6 +51,12 @@ def prefill_bytes(spec: ModelSpec, request: GenerationRequest) -> int:
     )
     held = spec.kv_bytes_per_token * plan.tokens + queries * spec.dtype.itemsize
     return held + _array_bytes(spec, plan, _counts(spec, plan))
+
+
+def _layout(spec: ModelSpec, request: GenerationRequest, plan: PromptPlan) -> SnapshotLayout:
+    nothing, firsts = np.zeros(0, np.uint32), np.zeros(len(spec.layers), np.int64)
+    recipe_id, counts = request.recipe.recipe_id, _counts(spec, plan)
+    return SnapshotLayout(spec, SnapshotMeta(plan.tokens, nothing, recipe_id, counts, firsts, {}))
 
 
 def _counts(spec: ModelSpec, plan: PromptPlan) -> NDArray[np.int32]:
@@ -81,7 +81,7 @@ def _array_bytes(spec: ModelSpec, plan: PromptPlan, counts: NDArray[np.int32]) -
     caps = rule.caps(kept, plan.tokens, layers)
     shared = plan.recipe.heads == "ada" and not plan.whole
     longest = min(plan.tokens, int((kept.sum(1) if shared else kept.max(1)).max()))
-    values = caps.size + kept.size * longest * _notes(plan, caps)
+    values = caps.size + kept.size * longest * rule.prompt_numbers(_lowest(plan, caps), plan.tokens)
     kept_queries = 0
     if rule.query_window:
         heads = max(spec.layers[index].scored_heads for index in layers)
@@ -90,20 +90,10 @@ def _array_bytes(spec: ModelSpec, plan: PromptPlan, counts: NDArray[np.int32]) -
     return 4 * values + kept_queries + _ARRAYS_FRAME
 
 
-def _notes(plan: PromptPlan, caps: NDArray[np.int32]) -> int:
-    """Numbers that the rule notes per survivor: one mass; scissorhands a count and a mass per coming compression."""
-    decode = plan.recipe.decode
-    if not plan.noted or plan.rule.query_window:
-        return 0
-    if decode.rule != "scissorhands":
-        return 1
-    assert decode.window is not None
-    # As many compressions as windows can overlap: heads lose `every` tokens at once, fewer where sinks, spans and
-    # the newest leave no more.
-    cap = int(caps[caps > 0].min())
-    if decode.budget is None and plan.recipe.heads == "ada":
-        # What other heads cannot take from one.
-        cap = min(cap, max(int(plan.recipe.alpha * cap), plan.recipe.least_tokens(plan.tokens)))
-    free = cap + 1 - min(cap, plan.rule.protected_tokens(plan.tokens) + decode.recent_tokens(cap))
-    drop = cap // 2 if decode.every is None else decode.every
-    return 2 * (ceil(decode.window / max(1, min(drop, free))) + 1)
+def _lowest(plan: PromptPlan, caps: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Caps as low as a head's can become: where heads share a budget, what the others cannot take from one."""
+    if plan.recipe.decode.budget is not None or plan.recipe.heads != "ada":
+        return caps
+    least = plan.recipe.least_tokens(plan.tokens)
+    safe = np.maximum((plan.recipe.alpha * caps).astype(np.int32), least)
+    return np.where(caps > 0, np.minimum(caps, safe), 0).astype(np.int32)

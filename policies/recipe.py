@@ -70,8 +70,8 @@ class Recipe:
         into `spans` (token ranges that always stay) and `structure` (preferred, within `STRUCTURE_SHARE`).
     decode: what leaves while decoding; positions: "absolute", or "slot" for keys turned to their place in the cache.
 
-    Fields that the policy does not read keep their defaults, so equal behaviour means equal recipes. Two recipes are
-    equal when all fields are, 1 and 1.0 being different budgets.
+    Fields that the policy does not read keep their defaults, so what is not read keeps no two recipes apart. Two
+    recipes are equal when all fields are, 1 and 1.0 being different budgets.
     """
 
     policy: str = "full"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import ops
@@ -48,6 +50,9 @@ class H2O(DecodeRule):
         else:
             mass = layer.window_mass(self.prompt_queries(layer.tokens), tail=0)
         return {"mass": survivors_of(mass.float(), selection)}
+
+    def prompt_numbers(self, caps: NDArray[np.int32], n: int) -> int:
+        return 1
 
     def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
         return {"mass": (torch.float32, 3)}

@@ -148,6 +148,13 @@ class DecodeRule(ABC):
         """
         return {}
 
+    def prompt_numbers(self, caps: NDArray[np.int32], n: int) -> int:
+        """Most numbers that `prompt_arrays` gives per survivor (`extra_names` aside), known before any is computed.
+
+        caps: int32 [L, Hk], 0 for absent heads. Lower caps never give fewer.
+        """
+        return 0
+
     def prompt_state(
         self,
         per_layer: Sequence[Mapping[str, Tensor]],

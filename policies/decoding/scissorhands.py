@@ -73,6 +73,10 @@ class Scissorhands(DecodeRule):
             low = low_below(queries, layer, weights, limits)
         return {"low": survivors_of(low, selection), "mass": survivors_of(sums.mass, selection)}
 
+    def prompt_numbers(self, caps: NDArray[np.int32], n: int) -> int:
+        """A count and a mass for each compression to come."""
+        return 2 * (self._compressions(caps, n).ahead(self.window) + 1)
+
     def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
         return {"low": (torch.float32, 4), "mass": (torch.float32, 4)}
 

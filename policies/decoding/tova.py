@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.decoding.rule import DecodeRule, LayerKeys, survivors_of
@@ -31,6 +33,9 @@ class TOVA(DecodeRule):
         if not self.prompt_queries(layer.tokens):
             return {}
         return {"last": survivors_of(layer.window_mass(1, tail=0), selection)}
+
+    def prompt_numbers(self, caps: NDArray[np.int32], n: int) -> int:
+        return self.prompt_queries(n)
 
     def carried(self, n: int, running: bool) -> dict[str, tuple[torch.dtype | None, int]]:
         if running:
