@@ -66,7 +66,7 @@ class AgentTier:
         assert self._slab is not None, "only a lease gives offsets"
         return self._slab.view(offset, nbytes)
 
-    def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
+    def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
         located = self._locate(keys)
         if located is None or not any(run.node == self._node for run in located.node_runs):
             return _NOTHING_READ
@@ -83,7 +83,7 @@ class AgentTier:
             self._ask(self._agent.complete_read.remote(self._incarnation, lease_id), None)
             self._closed()
 
-    def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
+    def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
         def end(agent: ActorHandle, incarnation: int, lease: WriteLease) -> None:
             agent.complete_write.remote(incarnation, lease.id, ())
 

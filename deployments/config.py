@@ -128,6 +128,40 @@ class AppArgs(BaseModel):
     cpu_tier_folder: str | None = Field(
         None, description="Folder of the CPU tier's memory file; default: /dev/shm."
     )
+    nvme_tier_gib: float = Field(
+        0,
+        ge=0,
+        le=_MOST_GIB,
+        description="NVMe tier per node: one file of this size, kept over restarts; 0: none.",
+    )
+    nvme_tier_folder: str | None = Field(
+        None, description="Folder of the NVMe tier's file; default: kvtide's cache folder."
+    )
+    redis_url: SecretStr | None = Field(
+        None,
+        description="Redis tier shared by all nodes: redis://, rediss:// (TLS) or unix://; cluster=1 in the query.",
+    )
+    redis_tier_gib: float = Field(
+        1.0, gt=0, le=_MOST_GIB, description="Most Redis memory that a node's blocks take, metadata included."
+    )
+    redis_tier_packing: Literal["none", "zstd"] = Field(
+        "none", description="Lossless packing of blocks in Redis: less memory, slower."
+    )
+    tier_policy: Literal["reuse", "lru"] = Field(
+        "reuse",
+        description="What tiers give up first: by learned chance of reuse, or the least recently used.",
+    )
+    admission: Literal["auto", "always", "second_use", "never"] = Field(
+        "auto",
+        description="Which blocks are written to the NVMe and Redis tiers; auto: what is worth the write.",
+    )
+    tier_ttl_s: float | None = Field(
+        None, gt=0, le=1e9, description="Blocks that nobody used for so long leave the tiers; default: never."
+    )
+    tenant_share: float = Field(
+        1.0, gt=0, le=1, description="Most of a tier that one tenant (`cache_salt`) may hold, as a fraction."
+    )
+    directory_shards: int = Field(1, ge=1, le=64, description="Directory actors that share the blocks' keys.")
 
     deadline_s: float = Field(600.0, gt=0, le=86_400, description="Longest time from arrival to first token.")
     slow_reader_timeout_s: float = Field(

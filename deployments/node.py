@@ -27,7 +27,7 @@ from deployments.directory import (
     end_process_on_failure,
 )
 from deployments.slabs import slab_folder
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.directory import Outcome
 from kv_tiers.keys import BlockKey
 from kv_tiers.slab import SUFFIX, Slab, remove_stale
@@ -67,7 +67,7 @@ def _leave() -> None:
 
 
 class NodeAgent:
-    """`CpuTier` and its slab on one node. An async actor: one event loop, so calls do not interleave.
+    """`SlotBooks` and its slab on one node. An async actor: one event loop, so calls do not interleave.
 
     Replicas `attach` first and name the agent's incarnation in every later call, so that a lease of an earlier life
     (whose slab is gone) is never mistaken for one of this. None answers a call of another incarnation.
@@ -95,7 +95,7 @@ class NodeAgent:
         place = slab_folder(folder, nbytes)
         remove_stale(place)
         self._slab = Slab.create(place / f"kvtide-{os.getpid()}-{self._incarnation}{SUFFIX}", nbytes)
-        self._tier = CpuTier.fitting(nbytes, slot_bytes)
+        self._tier = SlotBooks.fitting(nbytes, slot_bytes)
         self._owners: dict[str, tuple[int, str | None]] = {}
         self._last_owner = time.monotonic()
         self._changed = asyncio.Event()

@@ -199,7 +199,7 @@ def write_run(
 
 def read_header(buf: Buffer) -> BlockHeader | BlockFault:
     """Decode a header that may be anything at all; only lengths that fit `buf` are followed."""
-    view = _view(buf)
+    view = flat_bytes(buf)
     if len(view) < _PREFIX.size or view[: len(MAGIC)] != MAGIC:
         return BlockFault.NOT_A_BLOCK
     _, version, dtype, codec, header_bytes, payload, tokens, layers, _, _ = _PREFIX.unpack_from(view)
@@ -282,7 +282,7 @@ def read_layer_run(
         good = 0
         while good < count and headers[start + good].layout == layout:
             row = rows[good]
-            row[:] = _view(bufs[start + good])[offset : offset + size]
+            row[:] = flat_bytes(bufs[start + good])[offset : offset + size]
             if xxhash.xxh3_64_intdigest(row) != headers[start + good].checksums[layer]:
                 break
             good += 1
@@ -334,12 +334,13 @@ def _check_rows(rows: torch.Tensor, layout: BlockLayout, layer: int, blocks: int
     assert rows.dtype == layout.dtype, f"layer {layer}: {rows.dtype}, expected {layout.dtype}"
 
 
-def _view(buf: Buffer) -> memoryview:
+def flat_bytes(buf: Buffer) -> memoryview:
+    """The buffer's bytes, not copied."""
     return memoryview(buf.data if isinstance(buf, np.ndarray) else buf).cast("B")
 
 
 def _flat(buf: Buffer, layout: BlockLayout) -> memoryview:
-    view = _view(buf)
+    view = flat_bytes(buf)
     assert len(view) == layout.nbytes, f"slot of {len(view)} bytes for blocks of {layout.nbytes}"
     return view
 

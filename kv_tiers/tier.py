@@ -1,14 +1,15 @@
-"""What every tier of full blocks promises, and the records it answers with.
+"""What every tier of full blocks promises, what replicas see of a node's tiers, and the records both answer with.
 
-A tier keeps books; it moves no bytes. Callers copy between their tensors and the tier's medium at the offsets
-of a lease, so moving data is two-phase: `prepare_*` reserves and pins, `complete_*` commits or rolls back.
-All calls take batches, return at once and never wait for room. One thread (or one actor) calls a tier.
+Two interfaces. A replica copies between its tensors and memory it maps, at the offsets of a lease, so moving data is
+two-phase (`BlockStore`): `prepare_*` reserves and pins, `complete_*` commits or rolls back. A node's tiers hand
+blocks up and down between each other as whole buffers (`Tier`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kv_tiers.keys import BlockKey
@@ -114,26 +115,29 @@ class BlockMemory(Protocol):
 
 
 class BlockStore(Protocol):
-    """The part of a tier that a replica uses: bounded store of blocks by key.
+    """What a replica uses of its node's tiers: a bounded store of blocks by key, in memory it can map.
 
     Keys of one call are one chain, first block first. A block is visible from its `complete_write` until it is
-    evicted, dropped or cleared. Eviction takes the least recently used block that nobody holds, of one request the
-    tail first. A slot that a lease names changes hands only after that lease has ended.
+    evicted, dropped or cleared. A slot that a lease names changes hands only after that lease has ended. Calls may
+    wait where tiers below are asked; they never raise for KV that is lost.
     """
 
-    def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
-        """Pin the longest leading run that is visible. The lease must be completed, also an empty one."""
+    def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
+        """Pin the longest leading run that is visible. The lease must be completed, also an empty one.
+
+        `worth_s`: seconds that computing the KV of all these keys would take. What lies in slower tiers or on other
+        nodes is fetched first where that is estimated to take less, for so long at most.
+        """
         ...
 
     def complete_read(self, lease_id: int) -> None:
         """Unpin; the blocks become the most recently used, the head of the chain last. UnknownLease."""
         ...
 
-    def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
-        """Give slots to keys that are neither visible nor being written, evicting as needed.
+    def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
+        """A request had these keys: give slots to those that are neither visible nor being written, evicting as needed.
 
-        Blocks of the same request are not evicted for one another. The lease must be completed, also an empty
-        one.
+        The slots are charged to `tenant`'s quota. The lease must be completed, also an empty one.
         """
         ...
 
@@ -146,27 +150,88 @@ class BlockStore(Protocol):
         ...
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
-        """Make visible blocks invisible at once (a reader found them corrupt); returns how many."""
+        """Make blocks invisible at once, also in the tiers below (a reader found them corrupt); returns how many."""
         ...
 
 
-class Tier(BlockStore, Protocol):
-    """A whole tier: what its owner needs beside what replicas use."""
+class Fetched(Enum):
+    """What became of one block that was asked for. All but HIT leave the buffer's bytes undefined."""
+
+    HIT = "here, whole: key and every checksum compared"
+    MISS = "not here"
+    CORRUPT = "here, but not that block or not whole: dropped"
+    FAILED = "not answered, or too late: the tier is slow, gone or broken"
+
+
+class Stored(Enum):
+    """What became of one block that was handed down."""
+
+    STORED = "visible"
+    PRESENT = "here already, or somebody is writing it"
+    NO_ROOM = "everything else is worth more, is pinned, or the tenant is at its quota"
+    FAILED = "not written: the tier is slow, full, gone or broken"
+
+
+class Tier(Protocol):
+    """A bounded store of blocks by key, all of one slot size: memory, CPU slab, NVMe, Redis.
+
+    One event loop calls it; methods that are not coroutines return at once. Calls are batches. Buffers are flat,
+    page-aligned where the tier needs that, `slot_bytes` long and the caller's; nobody changes them during a call. A
+    block is visible from the end of its `put` until it is evicted, dropped, expired or cleared; a `put` or process
+    that dies half-way leaves none, also in a tier that outlives the process. Nothing raises for KV that is lost or for
+    a tier that misbehaves: deadlines and breakers are the tier's own. Cancelling a call leaves the tier whole; the
+    caller may reuse its buffers when the cancelled call has returned.
+    """
+
+    name: str
+    """"memory", "cpu", "nvme", "redis": how gauges and the directory call it."""
+
+    slot_bytes: int
+
+    async def start(self) -> None:
+        """Open the medium and find what an earlier process left there whole; the rest of it is removed."""
+        ...
+
+    def accessed(self, chain: Sequence[BlockKey]) -> None:
+        """A request had this chain, for the eviction policy."""
+        ...
 
     def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading keys are visible. A mere look: pins nothing, makes nothing recent."""
+        """How many leading keys are visible, as far as is known here. A mere look."""
         ...
 
-    def release_owner(self, owner: str) -> Reclaimed:
-        """End every lease of an owner that is proven dead: reads unpin, writes roll back."""
+    async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[Fetched]:
+        """Copy blocks into buffers and verify them, each for itself; one answer per key. Corrupt ones are dropped."""
         ...
 
-    def clear(self) -> None:
-        """Make everything invisible, also what open leases are writing. They stay to be completed."""
+    async def put(
+        self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], *, tenant: str | None = None
+    ) -> list[Stored]:
+        """Keep copies, evicting as needed; one answer per key. Keys are in an order in which heads precede tails."""
+        ...
+
+    async def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Make blocks invisible at once; returns how many were visible."""
+        ...
+
+    def pin(self, keys: Sequence[BlockKey]) -> int:
+        """Keep visible keys from eviction and expiry until `unpin`; how many leading ones (a tier bounds its pins)."""
+        ...
+
+    def unpin(self, keys: Sequence[BlockKey]) -> int:
+        """End pins; how many there were."""
+        ...
+
+    def expire(self) -> int:
+        """Hide what has not been used for the tier's time to live; returns how many."""
+        ...
+
+    async def clear(self) -> None:
+        """Make everything invisible, also what is being written."""
         ...
 
     def drain_changes(self) -> Changes:
-        """The net change since the last `drain_changes` or `manifest`."""
+        """The net change of visibility since the last `drain_changes` or `manifest`."""
         ...
 
     def manifest(self) -> Manifest:
@@ -179,4 +244,8 @@ class Tier(BlockStore, Protocol):
 
     def check(self) -> None:
         """Assert every invariant. For tests and idle moments."""
+        ...
+
+    async def close(self) -> None:
+        """Finish or abandon what is under way and let go of the medium; a warm tier keeps its contents."""
         ...

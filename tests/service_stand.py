@@ -26,7 +26,7 @@ from engine.prefill import PrefillEngine
 from engine.prefix import PrefixCache
 from engine.request import Event, GenerationRequest, PromptEvent, SamplingParams
 from engine.text import TokenPieces
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.keys import BlockKey
 from kv_tiers.slab import Slab
 from kv_tiers.tier import ReadLease, WriteLease
@@ -132,11 +132,11 @@ class Direct:
 class LockedTier:
     """A CPU tier for several threads, as the node agent's event loop makes it; faults by overriding."""
 
-    def __init__(self, inner: CpuTier) -> None:
+    def __init__(self, inner: SlotBooks) -> None:
         self.inner = inner
         self._lock = threading.Lock()
 
-    def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
+    def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
         with self._lock:
             return self.inner.prepare_read(keys, owner)
 
@@ -144,7 +144,7 @@ class LockedTier:
         with self._lock:
             self.inner.complete_read(lease_id)
 
-    def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
+    def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
         with self._lock:
             return self.inner.prepare_write(keys, owner)
 
@@ -160,7 +160,7 @@ class LockedTier:
 def prefix_cache(folder: Path, tier: type[LockedTier] = LockedTier, slots: int = 400) -> PrefixCache:
     spec = model().spec
     slab = Slab.create(folder / "blocks.kvslab", slots * spec.blocks.nbytes)
-    return PrefixCache(spec, tier(CpuTier(slots, spec.blocks.nbytes)), slab, "prefill")
+    return PrefixCache(spec, tier(SlotBooks(slots, spec.blocks.nbytes)), slab, "prefill")
 
 
 class Stand:

@@ -12,7 +12,7 @@ from tiny_models import FULL, local_engine, one_thread, request, snapkv, tiny, t
 
 from engine.prefill import PrefillEngine, PrefillJob, run_to_end
 from engine.prefix import PrefixCache
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.slab import Slab
 
 MODEL = tiny("llama").model
@@ -27,7 +27,7 @@ def make_cache(tmp_path):
     def make(slots=64, model=MODEL):
         nbytes = model.spec.blocks.nbytes
         slab = Slab.create(tmp_path / f"{next(names)}.kvslab", slots * nbytes)
-        cache = PrefixCache(model.spec, CpuTier(slots, nbytes), slab, "test")
+        cache = PrefixCache(model.spec, SlotBooks(slots, nbytes), slab, "test")
         made.append(cache)
         return cache
 

@@ -32,7 +32,7 @@ from engine.request import GenerationRequest
 from engine.survivors import layer_view
 from engine.watch import QueryWatch
 from engine.workspace import Workspace
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.slab import Slab
 from policies import POLICIES, load_policy, make_recipe
 from policies.policy import LayerView, Needs, ObservedLayer, Policy
@@ -468,7 +468,7 @@ def cache(tmp_path):
     """A prefix cache with an empty CPU tier."""
     nbytes = MODEL.spec.blocks.nbytes
     with Slab.create(tmp_path / "blocks.kvslab", 100 * nbytes) as slab:
-        yield PrefixCache(MODEL.spec, CpuTier(100, nbytes), slab, "test")
+        yield PrefixCache(MODEL.spec, SlotBooks(100, nbytes), slab, "test")
 
 
 @EVERY

@@ -11,7 +11,7 @@ import pytest
 from engine.local import Completion
 from engine.prefill import PrefillDone
 from engine.prefix import PrefixCache
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.slab import Slab
 from policies import make_recipe
 
@@ -65,7 +65,7 @@ def passkey_answers(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
     slot = spec.blocks.nbytes
     prompts = {depth: tokenizer(passkey_text(depth), add_special_tokens=False)["input_ids"] for depth in KEYS}
     with Slab.create(tmp_path_factory.mktemp("passkey") / "blocks.kvslab", BLOCKS * slot) as slab:
-        prefix = PrefixCache(spec, CpuTier(BLOCKS, slot), slab, "passkey")
+        prefix = PrefixCache(spec, SlotBooks(BLOCKS, slot), slab, "passkey")
         engine = ge.local_engine(smollm2_path, "bfloat16", tokens=6000, prefix=prefix)
         found = engine.generate(
             [ge.greedy(f"{depth} full", ids, ge.FULL, FEW) for depth, ids in prompts.items()]

@@ -22,7 +22,7 @@ from engine.plan import plan_prompt
 from engine.prefill import PrefillDone
 from engine.prefix import PrefixCache
 from engine.survivors import layer_view
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.slab import Slab
 from policies import make_recipe
 
@@ -95,7 +95,7 @@ def prefix(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     spec = ge.model(smollm2_path, "float32").spec
     slot = spec.blocks.nbytes
     with Slab.create(tmp_path_factory.mktemp("golden") / "blocks.kvslab", BLOCKS * slot) as slab:
-        yield PrefixCache(spec, CpuTier(BLOCKS, slot), slab, "golden")
+        yield PrefixCache(spec, SlotBooks(BLOCKS, slot), slab, "golden")
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from kv_tiers.block import BlockFault, BlockLayout, open_block, read_layer, write_block
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.keys import Fingerprint, block_keys
 from kv_tiers.slab import Slab
-from kv_tiers.tier import Changes, Tier, UnknownLease
+from kv_tiers.tier import Changes, UnknownLease
 
 FINGERPRINT = Fingerprint(bytes(32))
 LAYOUT = BlockLayout(layers=((2, 8),), dtype=torch.float32, block_tokens=4)
 KEYS = block_keys(FINGERPRINT, range(400), 4)
 A, B, C, D, E = KEYS[:5]
 
-TIERS: list[tuple[str, Callable[[int], Tier]]] = [
-    ("cpu", lambda slots: CpuTier(slots, LAYOUT.nbytes)),
+TIERS: list[tuple[str, Callable[[int], SlotBooks]]] = [
+    ("cpu", lambda slots: SlotBooks(slots, LAYOUT.nbytes)),
 ]
 
 

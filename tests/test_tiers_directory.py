@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.directory import DirectoryState, Located, NodeRun, Outcome
 from kv_tiers.keys import Fingerprint, block_keys
 
@@ -121,7 +121,7 @@ def test_repeated_and_outdated_messages_change_nothing(directory):
 
 
 def test_o16_a_restarted_directory_is_refilled_by_manifests():
-    tier = CpuTier(4, 64)
+    tier = SlotBooks(4, 64)
     lease = tier.prepare_write(KEYS[:3], "w")
     tier.complete_write(lease.id, KEYS[:3])
     tier.drain_changes()

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kv_tiers.cpu import CpuTier
+from kv_tiers.books import SlotBooks
 from kv_tiers.keys import Fingerprint, block_keys
 from kv_tiers.tier import UnknownLease
 
@@ -21,13 +21,13 @@ chains = st.one_of(
 owners = st.sampled_from(["a", "b"])
 
 
-class CpuTierMachine(RuleBasedStateMachine):
+class SlotBooksMachine(RuleBasedStateMachine):
     """The model keeps visible keys in one list, least recent first, and leases as plain dicts."""
 
     @initialize(slots=st.integers(1, 6))
     def build(self, slots):
         self.slots = slots
-        self.tier = CpuTier(slots, SLOT_BYTES)
+        self.tier = SlotBooks(slots, SLOT_BYTES)
         self.recency = []  # visible keys
         self.place = {}  # visible key -> offset
         self.reads = {}  # lease -> (owner, [(key, offset)])
@@ -232,17 +232,17 @@ class CpuTierMachine(RuleBasedStateMachine):
         assert self.tier.stats().free == self.slots
 
 
-TestCpuTier = CpuTierMachine.TestCase
-TestCpuTier.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSlotBooks = SlotBooksMachine.TestCase
+TestSlotBooks.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 64), (4, 0)])
 def test_a_tier_without_room_is_refused(slots, slot_bytes):
     with pytest.raises(ValueError):
-        CpuTier(slots, slot_bytes)
+        SlotBooks(slots, slot_bytes)
 
 
 def test_a_tier_fills_its_slab_with_whole_slots():
-    assert CpuTier.fitting(64 * 5 + 63, 64).slots == 5
+    assert SlotBooks.fitting(64 * 5 + 63, 64).slots == 5
     with pytest.raises(ValueError, match="63 bytes"):
-        CpuTier.fitting(63, 64)
+        SlotBooks.fitting(63, 64)

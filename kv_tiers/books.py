@@ -89,7 +89,7 @@ class _Journal:
         return changes
 
 
-class CpuTier:
+class SlotBooks:
     """A `Tier` over `slots` slots of `slot_bytes` each; slot i starts at byte i * slot_bytes of the slab."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
@@ -107,7 +107,7 @@ class CpuTier:
         self._counters = _Counters()
 
     @classmethod
-    def fitting(cls, nbytes: int, slot_bytes: int) -> CpuTier:
+    def fitting(cls, nbytes: int, slot_bytes: int) -> SlotBooks:
         """As many slots as a slab of `nbytes` has room for; ValueError if that is none."""
         if nbytes < slot_bytes:
             raise ValueError(f"{nbytes} bytes hold no block of {slot_bytes}")
@@ -120,7 +120,7 @@ class CpuTier:
                 return run
         return len(keys)
 
-    def prepare_read(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
+    def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
         """Pin the longest leading run."""
         chain = tuple(keys[: self.longest_run(keys)])
         blocks = tuple(self._visible[key] for key in chain)
@@ -136,7 +136,7 @@ class CpuTier:
         self._counters.read += len(lease.blocks)
         self._release(lease)
 
-    def prepare_write(self, keys: Sequence[BlockKey], owner: str) -> WriteLease:
+    def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
         """Give out slots, head of the chain first."""
         chain = tuple(keys)
         self._touch(chain)
