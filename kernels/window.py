@@ -66,7 +66,7 @@ def window_scores(
             torch.mm(scaled[unit, part], keys.t(), out=logits)
             sink_rows = None if row_sinks is None else row_sinks[unit, part]
             _softmax_rows(logits, softcap, sink_rows, query_positions[part], positions[n - window :], mass)
-            out[unit] += mass.sum(0)
+            out[unit] += _sum_rows(mass)
     out.div_(rows)
     return out.unflatten(0, (kv_heads, group)).amax(1) if group_reduce == "max" else out
 
@@ -126,8 +126,8 @@ def window_low_counts(
             below[:, n - window :] &= last[part].unsqueeze(1) >= last
             # No matrix product: it may round columns at the edge otherwise than the rest, and equal keys must tie.
             for result, weights in enumerate(row_weights[head, :, part].float().unsqueeze(-1)):
-                low[head, result] += (weights * below).sum(0)
-                mass[head, result] += (weights * strongest).sum(0)
+                low[head, result] += _sum_rows(weights * below)
+                mass[head, result] += _sum_rows(weights * strongest)
     return WindowCounts(low, mass)
 
 
@@ -161,6 +161,19 @@ def _softmax_rows(
     if sinks is not None:
         mass *= torch.sigmoid(logits.logsumexp(-1) - sinks).unsqueeze(-1)
     return mass
+
+
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Column sums of `rows` [R, N] (overwritten), [N], by halving.
+
+    Every column is added in the same order: `sum(0)` adds its last few columns, those beyond a multiple of the vector
+    width, in another, and equal keys would differ (seen with torch 2.13 on AVX2).
+    """
+    while len(rows) > 1:
+        half = (len(rows) + 1) // 2
+        rows[: len(rows) - half] += rows[half:]
+        rows = rows[:half]
+    return rows[0]
 
 
 def _hide_future(logits: torch.Tensor, query_positions: torch.Tensor, last_positions: torch.Tensor) -> None:
