@@ -1,53 +1,32 @@
-"""The CPU tier's books: which block lies in which slot of the node's slab, who holds it, what goes next.
+"""A tier's books: which block lies in which of its slots, who holds it, what goes next.
 
-Bookkeeping only. Replicas copy bytes through their own mapping of the slab (`kv_tiers/slab.py`,
-`kv_tiers/block.py`).
+Bookkeeping only, for any medium: the CPU slab (replicas copy bytes through their own mapping of it, see
+`kv_tiers/slab.py` and `kv_tiers/block.py`), the NVMe slab, Redis.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from kv_tiers.expiry import LastUses
 from kv_tiers.keys import BlockKey
-from kv_tiers.tier import (
-    Changes,
-    Entry,
-    Manifest,
-    ReadLease,
-    Reclaimed,
-    TierStats,
-    UnknownLease,
-    WriteLease,
-)
-
-
-class _State(Enum):
-    WRITING = "writing"
-    VISIBLE = "visible"
-    CONDEMNED = "condemned"
-
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    """A used slot. `holds` counts the leases on it; a writer's is one of them."""
-
-    key: BlockKey
-    slot: int
-    state: _State
-    holds: int
+from kv_tiers.quotas import Quotas
+from kv_tiers.slots import SlotBlock, SlotState, SlotTable
+from kv_tiers.tier import Changes, Entry, Manifest, ReadLease, Reclaimed, TierStats, UnknownLease, WriteLease
+from policies.tiering import EvictionPolicy, Lru
 
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """`chain` is the request's keys in order, for recency; `blocks` those the lease holds."""
+    """`chain` is a writer's keys in order, for recency; `blocks` those the lease holds. `copying`: bytes alone."""
 
     owner: str
     chain: tuple[BlockKey, ...]
-    blocks: tuple[_Block, ...]
+    blocks: tuple[SlotBlock, ...]
     writing: bool
+    copying: bool = False
 
 
 @dataclass(slots=True)
@@ -60,50 +39,39 @@ class _Counters:
     refused: int = 0
 
 
-@dataclass(slots=True)
-class _Journal:
-    """Net change of visibility since the last message; dicts for their order."""
-
-    seq: int = 0
-    added: dict[BlockKey, None] = field(default_factory=dict)
-    removed: dict[BlockKey, None] = field(default_factory=dict)
-
-    def appeared(self, key: BlockKey) -> None:
-        if key in self.removed:
-            del self.removed[key]
-        else:
-            self.added[key] = None
-
-    def vanished(self, key: BlockKey) -> None:
-        if key in self.added:
-            del self.added[key]
-        else:
-            self.removed[key] = None
-
-    def drain(self) -> Changes:
-        if self.added or self.removed:
-            self.seq += 1
-        changes = Changes(self.seq, tuple(self.added), tuple(self.removed))
-        self.added.clear()
-        self.removed.clear()
-        return changes
-
-
 class SlotBooks:
-    """A `Tier` over `slots` slots of `slot_bytes` each; slot i starts at byte i * slot_bytes of the slab."""
+    """A `BlockStore` over `slots` slots of `slot_bytes` each; slot i starts at byte i * slot_bytes of the medium.
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    `policy` ranks what may go (None: least recently used), `clock` gives seconds that never go back. Visible blocks
+    that nobody used for `ttl_s` leave with `expire`. A tenant has at most `tenant_share` of the slots: beyond, it loses
+    its own blocks first (nobody's blocks, tenant None, have no such bound). Pins keep at most `pin_share` of the slots.
+    Everything takes constant time per block that is named or evicted, amortised, but for what the policy takes.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        *,
+        policy: EvictionPolicy[BlockKey] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        ttl_s: float | None = None,
+        tenant_share: float = 1.0,
+        pin_share: float = 0.5,
+    ) -> None:
         if slots < 1 or slot_bytes < 1:
             raise ValueError(f"a tier needs slots and bytes in them, not {slots} of {slot_bytes}")
+        if not 0 <= pin_share <= 1:
+            raise ValueError(f"the share of pinned slots lies in [0, 1], not {pin_share}")
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._free = list(range(slots - 1, -1, -1))
-        self._visible: dict[BlockKey, _Block] = {}
-        self._writing: dict[BlockKey, _Block] = {}
-        self._idle: OrderedDict[BlockKey, _Block] = OrderedDict()  # visible and not held, least recent first
+        self._clock = clock
+        self._quotas = Quotas(slots, Lru() if policy is None else policy, tenant_share)
+        self._table = SlotTable(slots, self._quotas, LastUses(ttl_s), clock)
+        self._pinned = 0
+        self._most_pinned = int(pin_share * slots)
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 1
-        self._journal = _Journal()
         self._counters = _Counters()
 
     @classmethod
@@ -113,84 +81,194 @@ class SlotBooks:
             raise ValueError(f"{nbytes} bytes hold no block of {slot_bytes}")
         return cls(nbytes // slot_bytes, slot_bytes)
 
+    def holds(self, key: BlockKey) -> bool:
+        """Whether `key` is visible."""
+        return key in self._table.visible
+
+    def offset_of(self, key: BlockKey) -> int:
+        """Where the visible `key` starts, in bytes. KeyError for any other."""
+        return self._table.visible[key].slot * self.slot_bytes
+
     def longest_run(self, keys: Sequence[BlockKey]) -> int:
         """How many leading keys are visible."""
         for run, key in enumerate(keys):
-            if key not in self._visible:
+            if key not in self._table.visible:
                 return run
         return len(keys)
 
+    def accessed(self, chain: Sequence[BlockKey]) -> None:
+        """A request had this chain: for the policy. `prepare_write` says it itself."""
+        visible = self._table.visible
+        tenants = {visible[key].tenant for key in chain if key in visible}
+        self._quotas.accessed(chain, tenants, self._clock())
+
     def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
-        """Pin the longest leading run."""
-        chain = tuple(keys[: self.longest_run(keys)])
-        blocks = tuple(self._visible[key] for key in chain)
+        """Hold the longest leading run."""
+        return self.prepare_scattered(keys[: self.longest_run(keys)], owner)
+
+    def prepare_scattered(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
+        """Hold every visible one of `keys`, past holes too: for callers who take each block for itself."""
+        blocks = tuple(self._table.visible[key] for key in keys if key in self._table.visible)
         for block in blocks:
-            block.holds += 1
-            self._idle.pop(block.key, None)
-        lease_id = self._open(_Lease(owner, chain, blocks, writing=False))
+            self._table.hold(block)
+        lease_id = self._open(_Lease(owner, (), blocks, writing=False))
+        return ReadLease(lease_id, self._entries(blocks))
+
+    def prepare_copy(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
+        """As `prepare_scattered`, but no use of the blocks: they go as before, and only their slots are held.
+
+        For copies to a tier below. What was evicted meanwhile is copied all the same.
+        """
+        blocks = tuple(self._table.visible[key] for key in keys if key in self._table.visible)
+        for block in blocks:
+            self._table.hold_bytes(block)
+        lease_id = self._open(_Lease(owner, (), blocks, writing=False, copying=True))
         return ReadLease(lease_id, self._entries(blocks))
 
     def complete_read(self, lease_id: int) -> None:
-        """Unpin."""
+        """Let go."""
         lease = self._close(lease_id, writing=False)
-        self._counters.read += len(lease.blocks)
-        self._release(lease)
+        self._counters.read += 0 if lease.copying else len(lease.blocks)
+        self._let_go(lease)
 
     def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
-        """Give out slots, head of the chain first."""
+        """A request had this chain: give out slots, head of the chain first."""
+        self.accessed(keys)
+        return self.reserve(keys, owner, tenant=tenant)
+
+    def reserve(
+        self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None, bypass: bool = False
+    ) -> WriteLease:
+        """`prepare_write` without a request.
+
+        New keys get room as long as anything can go that is neither held nor pinned nor one of `keys`. With `bypass`
+        they compete with all that can go, one of `keys` or not, and those that the policy ranks lowest get `no_room`.
+        """
         chain = tuple(keys)
-        self._touch(chain)
-        request = set(chain)
-        blocks: list[_Block] = []
+        take = self._table.compete if bypass else self._table.make_room
+        promised = {key for key in chain if key in self._table.writing}
+        begun, evicted, refused = take(chain, tenant)
+        self._counters.evicted += evicted
+        self._counters.refused += refused
         present: list[BlockKey] = []
         being_written: list[BlockKey] = []
         no_room: list[BlockKey] = []
         for key in chain:
-            if key in self._visible:
+            if key in self._table.visible:
                 present.append(key)
-            elif key in self._writing:
+            elif key in promised:
                 being_written.append(key)
-            elif self._free or self._evict_one(request):
-                block = _Block(key, self._free.pop(), _State.WRITING, holds=1)
-                self._writing[key] = block
-                blocks.append(block)
+            elif key in begun:
+                promised.add(key)  # its first place is an entry
             else:
                 no_room.append(key)
-        self._counters.refused += len(no_room)
-        lease_id = self._open(_Lease(owner, chain, tuple(blocks), writing=True))
-        entries = self._entries(blocks)
-        return WriteLease(lease_id, entries, tuple(present), tuple(being_written), tuple(no_room))
+        blocks = tuple(begun.values())
+        lease_id = self._open(_Lease(owner, chain, blocks, writing=True))
+        return WriteLease(
+            lease_id, self._entries(blocks), tuple(present), tuple(being_written), tuple(no_room)
+        )
 
     def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
-        """Commit `written`, roll back the rest."""
+        """Commit `written`, roll back the rest, and make the whole chain most recently used, its head last."""
         lease = self._lease(lease_id, writing=True)
         commit = set(written)
         foreign = commit - {block.key for block in lease.blocks}
         if foreign:
             raise ValueError(f"lease {lease_id} has no slot for {sorted(foreign)}")
         self._close(lease_id, writing=True)
-        committed: list[BlockKey] = []
+        now = self._clock()
+        committed: dict[BlockKey, SlotBlock] = {}
         for block in lease.blocks:
-            if block.state is _State.WRITING and block.key in commit:
-                del self._writing[block.key]
-                self._visible[block.key] = block
-                block.state = _State.VISIBLE
-                self._journal.appeared(block.key)
-                committed.append(block.key)
+            if block.state is SlotState.WRITING and block.key in commit:
+                self._table.commit(block)
+                committed[block.key] = block
             else:
-                self._roll_back(block)
+                if block.state is SlotState.WRITING:
+                    self._table.condemn(block)
+                self._table.let_go(block, now)
+                self._counters.rolled_back += 1
         self._counters.written += len(committed)
-        self._release(lease)
-        self._touch(lease.chain)
+        unsettled = dict(committed)
+        for key in reversed(lease.chain):
+            if key in unsettled:
+                self._table.let_go(unsettled.pop(key), now)
+            else:
+                self._table.touch(key, now)
         return tuple(committed)
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
-        """Hide blocks at once; a held slot is freed with its last lease."""
-        dropped = [key for key in dict.fromkeys(keys) if key in self._visible]
-        for key in dropped:
-            self._hide(key)
+        """Hide blocks at once, pinned ones too; a held slot is freed with its last lease."""
+        dropped = [key for key in dict.fromkeys(keys) if key in self._table.visible]
+        self._hide(dropped)
         self._counters.dropped += len(dropped)
         return len(dropped)
+
+    def evict(self, count: int) -> tuple[BlockKey, ...]:
+        """Give up the next victims now; fewer than `count` where no more can go."""
+        victims = self.coldest(count)
+        self._hide(victims)
+        self._counters.evicted += len(victims)
+        return victims
+
+    def coldest(self, count: int) -> tuple[BlockKey, ...]:
+        """The next victims, least worth first, protected ones last. They stay."""
+        return tuple(self._quotas.all.lowest(count, self._clock()))
+
+    def protect(self, keys: Sequence[BlockKey]) -> None:
+        """Make visible keys victims only when nothing unprotected can go; ends with `unprotect` or with the block."""
+        for key in keys:
+            if (block := self._table.visible.get(key)) is not None:
+                for ranking in self._quotas.rankings(block.tenant):
+                    ranking.protect(key)
+
+    def unprotect(self, keys: Sequence[BlockKey]) -> None:
+        """End protection, where there is any."""
+        for key in keys:
+            if (block := self._table.visible.get(key)) is not None:
+                for ranking in self._quotas.rankings(block.tenant):
+                    ranking.unprotect(key)
+
+    def pin(self, keys: Sequence[BlockKey]) -> int:
+        """Keep visible keys from eviction and expiry: how many leading ones, as far as the pins' share goes.
+
+        A key's pins add up and take one slot of the share. They end with `unpin`, or with the block (drop, clear).
+        """
+        for done, key in enumerate(keys):
+            block = self._table.visible.get(key)
+            if block is None or (not block.pins and self._pinned >= self._most_pinned):
+                return done
+            self._pinned += not block.pins
+            self._table.pin(block)
+        return len(keys)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> int:
+        """End one pin of each key; how many there were."""
+        ended = 0
+        for key in keys:
+            block = self._table.visible.get(key)
+            if block is not None and block.pins:
+                self._table.unpin(block, self._clock())
+                self._pinned -= not block.pins
+                ended += 1
+        return ended
+
+    def expire(self) -> int:
+        """Hide visible keys, neither held nor pinned, whose last use (written, read) is longer ago than `ttl_s`."""
+        gone = self._table.expired()
+        self._hide(gone)
+        self._counters.evicted += len(gone)
+        return len(gone)
+
+    def adopt(self, pairs: Sequence[tuple[BlockKey, int]], tenant: str | None = None) -> int:
+        """Make what an earlier process left visible: (key, slot index), least worth first; returns how many.
+
+        Skips keys and slots that are taken, and slots that are not there. Their time to live starts now.
+        """
+        return sum(self._table.adopt(key, slot, tenant) for key, slot in pairs)
+
+    def tenants(self) -> dict[str | None, int]:
+        """Used slots by the tenant that is charged for them."""
+        return self._quotas.charged()
 
     def release_owner(self, owner: str) -> Reclaimed:
         """End the leases of a dead owner."""
@@ -204,36 +282,34 @@ class SlotBooks:
             else:
                 read_blocks += len(lease.blocks)
                 self._close(lease_id, writing=False)
-                self._release(lease)
+                self._let_go(lease)
         return Reclaimed(len(ids), read_blocks, written_blocks)
 
     def clear(self) -> None:
-        """Hide everything and condemn what is being written."""
-        for key in list(self._visible):
-            self._hide(key)
-        for block in self._writing.values():
-            block.state = _State.CONDEMNED
-        self._writing.clear()
+        """Hide everything, with all pins, and condemn what is being written."""
+        self._hide(list(self._table.visible))
+        for block in list(self._table.writing.values()):
+            self._table.condemn(block)
 
     def drain_changes(self) -> Changes:
         """The net change since the last message."""
-        return self._journal.drain()
+        return self._table.journal.drain()
 
     def manifest(self) -> Manifest:
         """All visible keys."""
-        return Manifest(self._journal.drain().seq, tuple(self._visible))
+        return Manifest(self._table.journal.drain().seq, tuple(self._table.visible))
 
     def stats(self) -> TierStats:
-        """Gauges and counters."""
-        used = self.slots - len(self._free)
+        """Gauges and counters. `pinned`: held by readers or by `pin`; what expired counts as evicted."""
+        free, visible, writing = len(self._table.free), len(self._table.visible), len(self._table.writing)
         readers = sum(1 for lease in self._leases.values() if not lease.writing)
         return TierStats(
             capacity=self.slots,
-            free=len(self._free),
-            visible=len(self._visible),
-            pinned=len(self._visible) - len(self._idle),
-            writing=len(self._writing),
-            condemned=used - len(self._visible) - len(self._writing),
+            free=free,
+            visible=visible,
+            pinned=len(self._table.kept),
+            writing=writing,
+            condemned=self.slots - free - visible - writing,
             read_leases=readers,
             write_leases=len(self._leases) - readers,
             blocks_read=self._counters.read,
@@ -245,23 +321,14 @@ class SlotBooks:
         )
 
     def check(self) -> None:
-        """Assert that every slot has one owner and every hold a lease."""
-        holds: dict[_Block, int] = {}
-        for lease in self._leases.values():
-            for block in lease.blocks:
-                holds[block] = holds.get(block, 0) + 1
-        blocks = {*holds, *self._visible.values(), *self._writing.values()}
-        assert sorted([*self._free, *(block.slot for block in blocks)]) == list(range(self.slots))
-        for block in blocks:
-            assert block.holds == holds.get(block, 0)
-            assert (self._visible.get(block.key) is block) == (block.state is _State.VISIBLE)
-            assert (self._writing.get(block.key) is block) == (block.state is _State.WRITING)
-        assert not self._visible.keys() & self._writing.keys()
-        assert all(block.holds == 1 for block in self._writing.values())
-        idle = {key for key, block in self._visible.items() if block.holds == 0}
-        assert self._idle.keys() == idle
-        assert self._journal.added.keys() <= self._visible.keys()
-        assert not self._journal.removed.keys() & self._visible.keys()
+        """Assert that every slot has one owner, every hold a lease, and that all else agrees with that."""
+        leases = self._leases.values()
+        self._table.check(
+            [lease.blocks for lease in leases if not lease.copying],
+            [lease.blocks for lease in leases if lease.copying],
+        )
+        pinned = sum(1 for block in self._table.visible.values() if block.pins)
+        assert pinned == self._pinned <= self._most_pinned
 
     def _open(self, lease: _Lease) -> int:
         lease_id = self._next_lease
@@ -280,48 +347,18 @@ class SlotBooks:
         del self._leases[lease_id]
         return lease
 
-    def _entries(self, blocks: Sequence[_Block]) -> tuple[Entry, ...]:
+    def _entries(self, blocks: Sequence[SlotBlock]) -> tuple[Entry, ...]:
         return tuple(Entry(block.key, block.slot * self.slot_bytes) for block in blocks)
 
-    def _release(self, lease: _Lease) -> None:
-        """Give up the lease's holds, tail first, so that the head of the chain ends up most recent."""
+    def _let_go(self, lease: _Lease) -> None:
+        """End a reader's holds, tail first, so that the head of the chain ends up most recent."""
+        now = self._clock()
         for block in reversed(lease.blocks):
-            block.holds -= 1
-            if block.holds == 0:
-                self._settle(block)
+            if lease.copying:
+                self._table.let_bytes_go(block)
+            else:
+                self._table.let_go(block, now)
 
-    def _settle(self, block: _Block) -> None:
-        """Nobody holds the block any more: it is evictable, or its slot is free."""
-        if block.state is _State.VISIBLE:
-            self._idle[block.key] = block
-        else:
-            assert block.state is _State.CONDEMNED
-            self._free.append(block.slot)
-
-    def _roll_back(self, block: _Block) -> None:
-        if block.state is _State.WRITING:
-            del self._writing[block.key]
-            block.state = _State.CONDEMNED
-        self._counters.rolled_back += 1
-
-    def _hide(self, key: BlockKey) -> None:
-        block = self._visible.pop(key)
-        block.state = _State.CONDEMNED
-        self._journal.vanished(key)
-        if self._idle.pop(key, None) is not None:
-            self._settle(block)
-
-    def _touch(self, chain: Sequence[BlockKey]) -> None:
-        """Make the chain's idle blocks most recent, its head last."""
-        for key in reversed(chain):
-            if key in self._idle:
-                self._idle.move_to_end(key)
-
-    def _evict_one(self, spare: set[BlockKey]) -> bool:
-        """Free the least recently used slot. The request's own were just touched, so they come last."""
-        victim = next(iter(self._idle), None)
-        if victim is None or victim in spare:
-            return False
-        self._hide(victim)
-        self._counters.evicted += 1
-        return True
+    def _hide(self, keys: Sequence[BlockKey]) -> None:
+        self._pinned -= sum(1 for key in keys if self._table.visible[key].pins)
+        self._table.hide(keys)

@@ -1,0 +1,66 @@
+"""The CPU tier as whole buffers: blocks in the slots of a slab, copied by threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+
+from kv_tiers.booked import BookedTier
+from kv_tiers.books import SlotBooks
+from kv_tiers.tier import BlockMemory, Entry
+from kv_tiers.verify import verify_block
+
+_T = TypeVar("_T")
+
+
+class CpuTier(BookedTier):
+    """`Tier` over `memory`, which has the books' slots from offset 0. The memory stays the caller's.
+
+    Bytes are copied and verified in a thread, so that neither keeps the event loop waiting; a cancelled call returns
+    when its thread has let go of its buffers.
+    """
+
+    name = "cpu"
+
+    def __init__(self, memory: BlockMemory, books: SlotBooks) -> None:
+        super().__init__(books)
+        self._memory = memory
+
+    async def _load(self, entries: Sequence[Entry], into: Sequence[memoryview]) -> list[bool]:
+        def copy() -> list[bool]:
+            whole: list[bool] = []
+            for entry, buffer in zip(entries, into, strict=True):
+                _copy(self._memory.view(entry.offset, self.slot_bytes), buffer)
+                whole.append(verify_block(buffer, entry.key) is None)
+            return whole
+
+        return await _in_thread(copy) if entries else []
+
+    async def _store(self, entries: Sequence[Entry], blocks: Sequence[memoryview]) -> None:
+        def copy() -> None:
+            for entry, block in zip(entries, blocks, strict=True):
+                _copy(block, self._memory.view(entry.offset, self.slot_bytes))
+
+        if entries:
+            await _in_thread(copy)
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """As `target[:] = source`, but without keeping other threads from running."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    """What `work` returns. A cancelled caller waits for its end too."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        raise
