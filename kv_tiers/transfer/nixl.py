@@ -25,11 +25,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from typing_extensions import override
 
 from kv_tiers.transfer.staged import StagedEndpoint
 from kv_tiers.transfer.staging import StagingArena
-from kv_tiers.transfer.ticket import PeerId, Ticket
+from kv_tiers.transfer.ticket import PeerId
 from kv_tiers.transfer.wire import Read, Span, Step, Wire
 
 # `nixl` is a meta package over one wheel per CUDA version; either wheel alone is enough, with or without
@@ -48,7 +49,7 @@ def unavailable() -> str | None:
     return None
 
 
-def _load_api() -> ModuleType:
+def load_api() -> ModuleType:
     """Import NIXL with the environment it needs. What the user has set stays."""
     if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
         os.environ.setdefault("UCX_MODULES", "^ib")
@@ -66,6 +67,21 @@ def _load_api() -> ModuleType:
     finally:
         logging.config.dictConfig, logging.raiseExceptions = configure, raise_exceptions
     raise ImportError(unavailable())
+
+
+def api_failures(api: ModuleType) -> tuple[type[Exception], ...]:
+    """What NIXL's calls raise when an operation fails."""
+    errors = api.nixlBind
+    return (
+        errors.nixlRemoteDisconnectError,
+        errors.nixlBackendError,
+        errors.nixlNotFoundError,
+        errors.nixlInvalidParamError,
+        errors.nixlMismatchError,
+        errors.nixlNotAllowedError,
+        errors.nixlCancelledError,
+        errors.nixlUnknownError,
+    )
 
 
 class _FailedRead:
@@ -124,22 +140,14 @@ class NixlWire(Wire):
     mixed up.
     """
 
-    def __init__(self, name: str, arena: StagingArena) -> None:
-        self._api = _load_api()
-        errors = self._errors = self._api.nixlBind
-        self.failures: tuple[type[Exception], ...] = (
-            errors.nixlRemoteDisconnectError,
-            errors.nixlBackendError,
-            errors.nixlNotFoundError,
-            errors.nixlInvalidParamError,
-            errors.nixlMismatchError,
-            errors.nixlNotAllowedError,
-            errors.nixlCancelledError,
-            errors.nixlUnknownError,
-        )
+    def __init__(self, name: str, memory: torch.Tensor) -> None:
+        """`memory`: uint8 CPU memory that peers may read and reads land in; registered here, once."""
+        self._api = load_api()
+        self._errors = self._api.nixlBind
+        self.failures = api_failures(self._api)
         self.incarnation = secrets.randbits(64)
         self._self = PeerId(name, self.incarnation)
-        self._arena_base = arena.memory.data_ptr()
+        self._base = memory.data_ptr()
         config = self._api.nixl_agent_config(
             enable_prog_thread=False,
             backends=[],
@@ -147,31 +155,31 @@ class NixlWire(Wire):
         )
         self._agent = self._api.nixl_agent(_agent_name(self._self), config)
         self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-        self._region = self._agent.register_memory(arena.memory)
+        self._region = self._agent.register_memory(memory)
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     @override
     def address(self, offset: int) -> int:
-        return self._arena_base + offset
+        return self._base + offset
 
     @override
-    def connect(self, ticket: Ticket) -> Step:
-        if ticket.peer == self._self:
+    def connect(self, peer: PeerId, metadata: bytes) -> Step:
+        if peer == self._self:
             return Step.DONE
         try:
-            name = self._agent.add_remote_agent(ticket.metadata)
+            name = self._agent.add_remote_agent(metadata)
         except self.failures as error:
             refused = isinstance(error, self._errors.nixlBackendError)  # the process is gone
             return Step.LOST if refused else self.step_of(error)
         found = name.decode() if isinstance(name, bytes) else name
-        if found != _agent_name(ticket.peer):
+        if found != _agent_name(peer):
             self._agent.remove_remote_agent(found)
             return Step.FAILED
         return Step.DONE
 
     @override
     def read(self, peer: PeerId, spans: Sequence[Span]) -> Read:
-        local = [(self._arena_base + span.local, span.nbytes, 0) for span in spans]
+        local = [(self._base + span.local, span.nbytes, 0) for span in spans]
         remote = [(span.remote, span.nbytes, 0) for span in spans]
         try:
             handle = self._agent.initialize_xfer(
@@ -231,4 +239,4 @@ class NixlEndpoint(StagedEndpoint):
 
     def __init__(self, name: str, arena_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         arena = StagingArena(arena_bytes)
-        super().__init__(name, arena, NixlWire(name, arena), clock)
+        super().__init__(name, arena, NixlWire(name, arena.memory), clock)
