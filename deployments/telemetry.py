@@ -1,15 +1,10 @@
 """What a replica tells the directory about itself, once a second: its gauges, under its own name and incarnation."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
-from ray.exceptions import RayError
-
-from deployments.directory import HEARTBEAT_S, directory_actor
-
-_log = logging.getLogger("kvtide.telemetry")
+from deployments.directory import HEARTBEAT_S, DirectoryClient
 
 
 async def report_for_ever(application: str, source: str, gauges: Callable[[], dict[str, float]]) -> None:
@@ -18,13 +13,9 @@ async def report_for_ever(application: str, source: str, gauges: Callable[[], di
     What `gauges` raises ends it: `require_running` tells the health check.
     """
     incarnation = time.time_ns()
-    directory = directory_actor(application)
+    directory = DirectoryClient(application)  # reports need no other shard than the first
     while True:
-        try:
-            await directory.report.remote(source, incarnation, gauges())
-        except RayError as error:
-            _log.warning("directory unreachable: %s", type(error).__name__)
-            directory = directory_actor(application)
+        await directory.report(source, incarnation, gauges())
         await asyncio.sleep(HEARTBEAT_S)
 
 
