@@ -11,6 +11,7 @@ import torch
 
 from deployments.blocking import BlockingCalls
 from deployments.forecast import prefill_bytes, snapshot_bytes
+from deployments.loading import Loading
 from deployments.loop import EngineLoop
 from deployments.reply import PackedSnapshot, PrefillReply
 from deployments.room import Room
@@ -25,11 +26,11 @@ from engine.errors import (
 )
 from engine.local import prompt_event
 from engine.prefill import PrefillDone, PrefillEngine, PrefillFailed, PrefillJob, PrefillResult
-from engine.prefix import PrefixCache
+from engine.prefix import PrefixCache, PrefixLoad
 from engine.request import GenerationRequest
 from engine.sampler import Sampled
 from engine.workspace import Workspace
-from kv_tiers.keys import BlockKey, Fingerprint
+from kv_tiers.keys import Fingerprint
 from kv_tiers.transfer.endpoint import TransferEndpoint
 from kv_tiers.transfer.staging import StagingLease, payload_checksum
 
@@ -111,11 +112,11 @@ class PrefillService:
             async with asyncio.timeout(request.deadline_s):
                 await self._workspaces.take(need)
                 held = need
-                done, keys = await self._compute(request)
+                done, loading = await self._compute(request)
                 reply = await self._stage(request, done, stage)
             self._count(done)
-            if self.prefix is not None and not self._closing:
-                self._in_background(self._spill(self.prefix, request.request_id, done, keys, held))
+            if self.prefix is not None and loading is not None and not self._closing:
+                self._in_background(self._spill(self.prefix, request, done, loading, held))
                 held = 0  # the spill gives it back
             return reply
         except TimeoutError:
@@ -151,6 +152,7 @@ class PrefillService:
                 "prefix_tokens_found": float(counters.tokens_found),
                 "prefix_blocks_corrupt": float(counters.blocks_corrupt),
                 "prefix_blocks_written": float(counters.blocks_written),
+                "prefix_loads_late": float(counters.loads_late),
             }
         return gauges
 
@@ -191,41 +193,40 @@ class PrefillService:
         if self._closing or not self._loop.alive:
             raise ReplicaLost("this prefill replica computes nothing any more")
 
-    async def _compute(self, request: GenerationRequest) -> tuple[PrefillDone, list[BlockKey]]:
+    async def _compute(self, request: GenerationRequest) -> tuple[PrefillDone, Loading | None]:
+        """A finished prompt, and the load that it began with, which may still be ending its lease."""
+        workspace = self.engine.open_workspace(request)
+        if self.prefix is None:
+            return await self._run(request, workspace), None
+        limit = len(request.prompt) - self.engine.must_compute(request)
+        load = PrefixLoad(self.prefix, request, workspace, limit, self.engine.seconds_for(0, limit))
+        loading = Loading(self._tier_calls, load, request.request_id)
+        try:
+            await loading.opened()
+            return await self._run(request, workspace), loading
+        except BaseException:
+            if await loading.stop():
+                raise asyncio.CancelledError from None
+            raise
+
+    async def _run(self, request: GenerationRequest, workspace: Workspace) -> PrefillDone:
+        """Have the engine compute what is not in the workspace, nor arriving there."""
         engine = self.engine
-        workspace = engine.open_workspace(request)
-        keys: list[BlockKey] = []
-        cached = 0
-        if self.prefix is not None:
-            keys, cached = await self._tier_calls.run(partial(self._load, self.prefix, request, workspace))
         self._refuse_if_gone()
         # Under a name of its own in the engine: a late abort must never hit another call for the same request.
         self._serial += 1
         name = f"{request.request_id}#{self._serial}"
-        job = PrefillJob(replace(request, request_id=name), workspace, cached)
+        job = PrefillJob(replace(request, request_id=name), workspace, workspace.filled)
         engine.add(job)
         waiter = self._waiters[name] = self._event_loop.create_future()
         self._loop.wake()
         try:
-            return await waiter, keys
+            return await waiter
         finally:
             del self._waiters[name]
             if waiter.cancelled():
                 engine.abort(*job.key)
                 self._loop.wake()
-
-    def _load(
-        self, prefix: PrefixCache, request: GenerationRequest, workspace: Workspace
-    ) -> tuple[list[BlockKey], int]:
-        """The prompt's block keys, and how many tokens of known blocks are in the workspace now."""
-        keys = prefix.keys(request.prompt, request.tenant)
-        try:
-            limit = len(request.prompt) - self.engine.must_compute(request)
-            return keys, prefix.load(workspace, keys, limit)
-        except (KvtideError, LookupError, OSError, ValueError) as error:
-            _log.warning("blocks of %s could not be loaded: %s", request.request_id, error)
-            workspace.filled = 0
-            return keys, 0
 
     async def _stage(self, request: GenerationRequest, done: PrefillDone, demanded: bool) -> PrefillReply:
         """Pack survivors into transfer memory and publish a ticket, unless no choice goes on."""
@@ -275,13 +276,15 @@ class PrefillService:
         return first.token_id in own or first.token_id in request.sampling.stop_token_ids
 
     async def _spill(
-        self, prefix: PrefixCache, request_id: str, done: PrefillDone, keys: list[BlockKey], held: int
+        self, prefix: PrefixCache, request: GenerationRequest, done: PrefillDone, loading: Loading, held: int
     ) -> None:
         """Write full blocks behind the reply; whatever becomes of them, the request never notices."""
         try:
-            await self._tier_calls.run(partial(prefix.store, done.job.workspace, keys))
+            await loading.ended()
+            workspace, keys = done.job.workspace, loading.keys
+            await self._tier_calls.run(partial(prefix.store, workspace, keys, request.tenant))
         except (KvtideError, LookupError, OSError, ValueError, RuntimeError) as error:
-            _log.warning("blocks of %s were not kept: %s", request_id, error)
+            _log.warning("blocks of %s were not kept: %s", request.request_id, error)
         finally:
             self._workspaces.give(held)
 

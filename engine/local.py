@@ -115,7 +115,11 @@ class LocalEngine:
         cached = 0
         if self.prefix is not None:
             limit = len(request.prompt) - self.prefill.must_compute(request)
-            cached = self.prefix.load(workspace, self.prefix.keys(request.prompt, request.tenant), limit)
+            keys, worth_s = (
+                self.prefix.keys(request.prompt, request.tenant),
+                self.prefill.seconds_for(0, limit),
+            )
+            cached = self.prefix.load(workspace, keys, limit, worth_s)
         self.prefill.add(PrefillJob(request, workspace, cached))
 
     def _join(self, done: PrefillDone) -> list[Event]:
@@ -131,5 +135,6 @@ class LocalEngine:
             done.pack(buffer)
             self.decode.add(choices, done.layout, buffer)
         if self.prefix is not None:
-            self.prefix.store(done.job.workspace, self.prefix.keys(request.prompt, request.tenant))
+            keys = self.prefix.keys(request.prompt, request.tenant)
+            self.prefix.store(done.job.workspace, keys, request.tenant)
         return events

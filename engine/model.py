@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from engine.errors import ModelUnavailable
+from engine.linear import has_bf16_products, wide_products, widen
 from engine.probe import LayerSpec, Reader, probe_layers
 from engine.support import refuse_unsupported, unsupported
 from kv_tiers.block import BlockLayout
@@ -85,12 +86,19 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Sequence[int], positions: Sequence[int], port: AttentionPort, logits_at: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        port: AttentionPort,
+        logits_at: Sequence[int],
+        *,
+        prompts: bool = False,
     ) -> Tensor:
         """Run a flattened batch of tokens through all layers; → logits [len(logits_at), vocab] (model dtype).
 
         Token t has position positions[t]; the port decides which tokens see which KV. Rows are padded (`step_rows`);
-        the port sees the real ones only.
+        the port sees the real ones only. `prompts`: these are chunks of prompts, not rows of a decode step
+        (`engine/linear.py` has what follows).
         """
         count, dtype = len(tokens), self.spec.dtype
         padding = step_rows(count, dtype) - count
@@ -98,13 +106,14 @@ class Model:
         places = torch.tensor([*positions, *[0] * padding], dtype=torch.long).unsqueeze(0)
         unasked = step_rows(len(logits_at), dtype) - len(logits_at)
         wanted = torch.tensor([*logits_at, *[0] * unasked], dtype=torch.long)
-        out = self.network(
-            input_ids=ids,
-            position_ids=places,
-            use_cache=False,
-            logits_to_keep=wanted,
-            kvtide=_StepPort(port, count, self._readers) if padding or self._shares else port,
-        )
+        with wide_products(count if prompts else 0):
+            out = self.network(
+                input_ids=ids,
+                position_ids=places,
+                use_cache=False,
+                logits_to_keep=wanted,
+                kvtide=_StepPort(port, count, self._readers) if padding or self._shares else port,
+            )
         return out.logits[0, : len(logits_at)]
 
 
@@ -174,6 +183,8 @@ def wrap_model(network: PreTrainedModel, end_tokens: frozenset[int], block_token
         raise unsupported(config, "attention code of its own (no attention interface)")
     register_attention()
     config._attn_implementation = ATTENTION_NAME
+    if not has_bf16_products():
+        widen(network)
     layers, readers = probe_layers(network)
     dtype = next(network.parameters()).dtype
     blocks = BlockLayout(tuple((layer.kv_heads, layer.head_dim) for layer in layers), dtype, block_tokens)

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.errors import ContextOverflow, GenerationFailed, InvalidRequest
 from engine.model import Model
+from engine.pace import PrefillPace
 from engine.plan import PromptPlan, open_watches, plan_prompt
 from engine.report import SelectionReport
 from engine.request import GenerationRequest, TokenLogprob
@@ -32,11 +34,16 @@ _log = logging.getLogger("kvtide.engine")
 # beginning. After another beginning the first piece is another product, and rounds differently (measured: torch's flash
 # attention, fp32 and bf16).
 _PIECE_TOKENS = 256
+# While nothing can be computed, whoever aborts is noticed within this time.
+_LOOK_AGAIN_S = 0.05
 
 
 @dataclass
 class PrefillJob:
-    """One prompt on its way. `cached` leading tokens were loaded into the workspace before it was added."""
+    """One prompt on its way. `cached` leading tokens were in the workspace when it was added, or are arriving there.
+
+    The engine lowers `cached` where fewer arrive.
+    """
 
     request: GenerationRequest
     workspace: Workspace
@@ -84,6 +91,14 @@ class PrefillFailed:
 PrefillResult = PrefillDone | PrefillFailed
 
 
+class _Run(NamedTuple):
+    """What a step computes of one prompt."""
+
+    job: PrefillJob
+    start: int
+    tokens: int
+
+
 class PrefillEngine:
     """Chunked prefill of several prompts at once; `chunk_tokens` bounds the tokens of one step."""
 
@@ -91,6 +106,7 @@ class PrefillEngine:
         self.model = model
         self.chunk_tokens = chunk_tokens
         self.piece_tokens = max(1, min(_PIECE_TOKENS, chunk_tokens // 2))
+        self._pace = PrefillPace()
         self._lock = threading.Lock()
         self._running: list[PrefillJob] = []
         self._orders = 0
@@ -125,8 +141,15 @@ class PrefillEngine:
         return self._plan(request).must_compute
 
     def add(self, job: PrefillJob) -> None:
-        """Take a job whose workspace holds `job.cached` tokens already (at most all but `must_compute`)."""
+        """Take a job whose workspace holds `job.cached` tokens, at most all but `must_compute`.
+
+        They may still be on their way there (`Workspace.arrival`): steps wait for them.
+        """
+        # Of a load that has failed meanwhile, `filled` still tells what was expected; `step` puts it right.
         assert job.cached == job.workspace.filled <= job.workspace.tokens - self.must_compute(job.request)
+        assert job.workspace.arrival is None or all(
+            watch.observer is None for watch in job.workspace.watches.values()
+        ), "an observer must meet every query once"
         with self._lock:
             job.order = self._orders
             self._orders += 1
@@ -163,25 +186,40 @@ class PrefillEngine:
                 f"{job.key} is done, and still here"
             )
 
+    def seconds_for(self, start: int, stop: int) -> float:
+        """Estimate of what computing a prompt's tokens from position `start` up to `stop` takes, in seconds."""
+        return self._pace.seconds_for(start, stop)
+
     def step(self) -> list[PrefillResult]:
-        """Run one batch of chunks; → the prompts that ended with it. Returns at once when there is nothing to do."""
+        """Run one batch of chunks; → the prompts that ended with it.
+
+        Returns at once when there is nothing to do, and soon when all there is waits for a failed load to end.
+        """
         with self._lock:
             self._running = [job for job in self._running if job.key not in self._aborted]
             self._aborted.clear()
-            jobs = {job.order: job for job in self._running}
+            running = list(self._running)
+        jobs = {job.order: job for job in running if _settled(job)}
         needs = [PrefillNeed(job.order, job.remaining, job.workspace.filled) for job in jobs.values()]
         plan = plan_prefill(needs, self.chunk_tokens, self.piece_tokens)
         if not plan:
+            stuck = next((job.workspace.arrival for job in running), None)
+            if stuck is not None:
+                stuck.wait_ended(_LOOK_AGAIN_S)
             return []
-        runs = [(jobs[order], count) for order, count in sorted(plan.items())]
+        runs = [
+            _Run(jobs[order], jobs[order].workspace.filled, count) for order, count in sorted(plan.items())
+        ]
         try:
             logits = self._forward(runs)
         except StepAbandoned:
-            return []  # the next step drops its jobs
-        ended = [job for job, _ in runs if job.remaining == 0]
+            return []  # the next step drops its jobs, or takes up what they have
+        ended = [run.job for run in runs if run.job.remaining == 0]
         results = [self._result(job, row) for job, row in zip(ended, logits, strict=True)]
         # A prompt that its policy's observer could not cope with: the rest of it need not be computed.
-        broken = {job.order: error for job, _ in runs if job.remaining and (error := job.workspace.failure)}
+        broken = {
+            run.job.order: error for run in runs if run.job.remaining and (error := run.job.workspace.failure)
+        }
         results += [
             PrefillFailed(jobs[order], _failed(jobs[order].request, error)) for order, error in broken.items()
         ]
@@ -189,36 +227,40 @@ class PrefillEngine:
             self._running = [job for job in self._running if job.remaining and job.order not in broken]
         return results
 
-    def _forward(self, runs: Sequence[tuple[PrefillJob, int]]) -> list[Tensor]:
-        """Compute the runs; → last-token logits [1, vocab] of each run that ends its prompt, in order."""
+    def _forward(self, runs: Sequence[_Run]) -> list[Tensor]:
+        """Compute the runs; → last-token logits [1, vocab] of each run that ends its prompt, in order.
+
+        Runs behind a beginning that did not come whole make no progress.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
-        for job, count in runs:
-            start = job.workspace.filled
-            every = job.request.prompt_logprobs is not None
-            last = start + count == job.workspace.tokens
-            first_wanted = len(tokens) if every else len(tokens) + count - (1 if last else 0)
+        for job, start, count in runs:
+            first_wanted = len(tokens) + count - _rows(job, start, count)
             tokens.extend(job.request.prompt[start : start + count])
             positions.extend(range(start, start + count))
             wanted.extend(range(first_wanted, len(tokens)))
+        alone = all(job.workspace.arrival is None for job, _, _ in runs)
         port = PrefillPort(
-            [(job.workspace, job.workspace.filled, count) for job, count in runs],
+            [(job.workspace, start, count) for job, start, count in runs],
             # A chunk can take a second; a client that leaves frees everything sooner than that.
-            lambda: all(job.key in self._aborted for job, _ in runs),
+            lambda: all(job.key in self._aborted or job.workspace.short for job, _, _ in runs),
         )
-        logits = self.model.forward(tokens, positions, port, wanted)
+        began = time.perf_counter()
+        logits = self.model.forward(tokens, positions, port, wanted, prompts=True)
+        if alone:  # others may have waited for what arrives
+            self._pace.note([(start, count) for _, start, count in runs], time.perf_counter() - began)
         ends, at = [], 0
-        for job, count in runs:
-            start = job.workspace.filled
+        for job, start, count in runs:
+            own = logits[at : at + _rows(job, start, count)]
+            at += len(own)
+            if job.workspace.short:
+                continue
+            job.workspace.arrival = None  # every layer was waited for
             job.workspace.filled = start + count
-            last = job.remaining == 0
-            rows = count if job.request.prompt_logprobs is not None else int(last)
-            own = logits[at : at + rows]
-            at += rows
             if job.request.prompt_logprobs is not None:
                 self._note_prompt_logprobs(job, own, start)
-            if last:
+            if job.remaining == 0:
                 ends.append(own[-1:])
         return ends
 
@@ -260,6 +302,21 @@ class PrefillEngine:
             raise
         except Exception as error:  # a policy may be anybody's
             raise _failed(request, error) from error
+
+
+def _settled(job: PrefillJob) -> bool:
+    """Whether a job can be computed; its beginning is what has come of it."""
+    if not job.workspace.settle():
+        return False
+    job.cached = min(job.cached, job.workspace.filled)
+    return True
+
+
+def _rows(job: PrefillJob, start: int, count: int) -> int:
+    """How many last tokens of a run give logits."""
+    if job.request.prompt_logprobs is not None:
+        return count
+    return int(start + count == job.workspace.tokens)
 
 
 def _failed(request: GenerationRequest, error: Exception) -> GenerationFailed:

@@ -6,24 +6,47 @@ same document selects anew. A block that is gone, corrupt or foreign is a miss a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.arrival import Arrival
 from engine.model import ModelSpec
+from engine.request import GenerationRequest
 from engine.workspace import Workspace
 from kv_tiers.block import BlockFault, BlockHeader, open_block, read_layer_run, write_run
 from kv_tiers.keys import BlockKey, block_keys
-from kv_tiers.tier import BlockMemory, BlockStore, Entry
+from kv_tiers.tier import BlockMemory, BlockStore, Entry, ReadLease
 
 
 @dataclass
 class PrefixCounters:
-    """Totals: tokens asked for and found, blocks found unusable (dropped and recomputed), blocks written."""
+    """Totals: tokens asked for and found, blocks found unusable (dropped and recomputed), blocks written, loads that
+    were given up because they took too long.
+    """
 
     tokens_asked: int = 0
     tokens_found: int = 0
     blocks_corrupt: int = 0
     blocks_written: int = 0
+    loads_late: int = 0
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """Known leading blocks under an open lease: their bytes and verified headers. `fill` ends the lease.
+
+    `faulty`: the block behind them that has no right header, if that is what ended the run.
+    """
+
+    lease: int
+    views: Sequence[memoryview]
+    headers: Sequence[BlockHeader]
+    keys: Sequence[BlockKey]
+    faulty: BlockKey | None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.views)
 
 
 class PrefixCache:
@@ -43,31 +66,71 @@ class PrefixCache:
         """Keys of the prompt's full blocks, first block first."""
         return block_keys(self.spec.fingerprint, prompt, self.spec.blocks.block_tokens, tenant=tenant)
 
-    def load(self, workspace: Workspace, keys: Sequence[BlockKey], limit: int) -> int:
+    def load(self, workspace: Workspace, keys: Sequence[BlockKey], limit: int, worth_s: float = 0.0) -> int:
         """Load the longest known run of blocks in the first `limit` tokens; → tokens loaded (`workspace.filled`)."""
-        size = self.spec.blocks.block_tokens
-        wanted = keys[: limit // size]
-        self.counters.tokens_asked += limit
-        if not wanted:
+        found = self.open(keys, limit, worth_s)
+        if found is None:
             return 0
-        lease = self.tier.prepare_read(wanted, self.owner)
-        try:
-            good = self._copy_in(workspace, lease.entries)
-        finally:
-            self.tier.complete_read(lease.id)
-        if good < len(lease.entries):
-            self.counters.blocks_corrupt += 1
-            self.tier.drop([lease.entries[good].key])
-        workspace.filled = good * size
-        self.counters.tokens_found += workspace.filled
+        arrival = Arrival(found.blocks, len(self.spec.layers), worth_s)
+        self.fill(found, workspace, arrival)
+        workspace.filled = arrival.blocks * self.spec.blocks.block_tokens
         return workspace.filled
 
-    def store(self, workspace: Workspace, keys: Sequence[BlockKey]) -> int:
+    def open(self, keys: Sequence[BlockKey], limit: int, worth_s: float = 0.0) -> FoundRun | None:
+        """Hold the longest known run of blocks in the first `limit` tokens; None where there is none.
+
+        `worth_s`: seconds that computing those tokens would take; a store looks no longer than that.
+        """
+        wanted = keys[: limit // self.spec.blocks.block_tokens]
+        self.counters.tokens_asked += limit
+        if not wanted:
+            return None
+        lease = self.tier.prepare_read(wanted, self.owner, worth_s=worth_s)
+        try:
+            found = self._verified(lease)
+        except BaseException:
+            self.tier.complete_read(lease.id)
+            raise
+        if found.blocks:
+            return found
+        self.tier.complete_read(lease.id)
+        self._drop(found.faulty)
+        return None
+
+    def fill(self, found: FoundRun, workspace: Workspace, arrival: Arrival) -> None:
+        """Verify and copy an open run into the start of a workspace, layer by layer, and end its lease.
+
+        `arrival` hears of every layer; it may be stopped, which ends the copying with the layer. Only what has come
+        whole counts as found.
+        """
+        blocks, faulty = self.spec.blocks, found.faulty
+        try:
+            for layer in range(len(self.spec.layers)):
+                wanted = arrival.blocks
+                if not wanted:
+                    break
+                span = slice(0, wanted * blocks.block_tokens)
+                keys, values = workspace.keys[layer][:, span], workspace.values[layer][:, span]
+                good = read_layer_run(
+                    found.views[:wanted], blocks, found.headers[:wanted], layer, keys, values
+                )
+                if good < wanted:
+                    faulty = found.keys[good]
+                arrival.landed(layer, good)
+        finally:
+            arrival.end()
+            if arrival.complete:
+                self.counters.tokens_found += arrival.blocks * blocks.block_tokens
+            self.counters.loads_late += arrival.late
+            self.tier.complete_read(found.lease)
+        self._drop(faulty)
+
+    def store(self, workspace: Workspace, keys: Sequence[BlockKey], tenant: str | None = None) -> int:
         """Write the workspace's full blocks that the tier does not have yet; → blocks written.
 
         Never waits for room: what does not fit is not kept. The workspace must be filled and must not change.
         """
-        lease = self.tier.prepare_write(keys, self.owner)
+        lease = self.tier.prepare_write(keys, self.owner, tenant=tenant)
         written: list[BlockKey] = []
         try:
             index = {key: place for place, key in enumerate(keys)}
@@ -79,30 +142,25 @@ class PrefixCache:
         self.counters.blocks_written += len(written)
         return len(written)
 
-    def _copy_in(self, workspace: Workspace, entries: Sequence[Entry]) -> int:
-        """Verify and copy blocks into the start of a workspace, layer by layer; → leading blocks that are whole."""
+    def _verified(self, lease: ReadLease) -> FoundRun:
+        """The leading blocks of a lease whose headers are right."""
         blocks = self.spec.blocks
         views, headers = [], []
-        for entry in entries:
+        faulty: BlockKey | None = None
+        for entry in lease.entries:
             view = self.slab.view(entry.offset, blocks.nbytes)
             header = open_block(view, blocks, self.spec.fingerprint, entry.key)
             if isinstance(header, BlockFault):
+                faulty = entry.key
                 break
             views.append(view)
             headers.append(header)
-        return self._copy_layers(workspace, views, headers)
+        return FoundRun(lease.id, views, headers, [entry.key for entry in lease.entries], faulty)
 
-    def _copy_layers(
-        self, workspace: Workspace, views: Sequence[memoryview], headers: Sequence[BlockHeader]
-    ) -> int:
-        good = len(views)
-        for layer in range(len(self.spec.layers)):
-            if not good:
-                break
-            span = slice(0, good * self.spec.blocks.block_tokens)
-            keys, values = workspace.keys[layer][:, span], workspace.values[layer][:, span]
-            good = read_layer_run(views[:good], self.spec.blocks, headers[:good], layer, keys, values)
-        return good
+    def _drop(self, faulty: BlockKey | None) -> None:
+        if faulty is not None:
+            self.counters.blocks_corrupt += 1
+            self.tier.drop([faulty])
 
     def _copy_out(self, workspace: Workspace, run: Sequence[Entry], first: int) -> None:
         blocks = self.spec.blocks
@@ -115,6 +173,51 @@ class PrefixCache:
             [keys[:, span] for keys in workspace.keys],
             [values[:, span] for values in workspace.values],
         )
+
+
+class PrefixLoad:
+    """One prompt's load beside its computation: `run` in a thread that may block, `stop` from anywhere.
+
+    `run` first asks what is known. Then `workspace.filled` and `workspace.arrival` say what will come, the engine may
+    have the prompt, and the rest of `run` copies. `keys` are those of the prompt's full blocks.
+    """
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        request: GenerationRequest,
+        workspace: Workspace,
+        limit: int,
+        worth_s: float,
+    ) -> None:
+        """`limit`: leading tokens that may be loaded; `worth_s`: seconds that computing them would take."""
+        self.keys: list[BlockKey] = []
+        self._prefix, self._request, self._workspace = prefix, request, workspace
+        self._limit, self._worth_s = limit, worth_s
+        self._arrival: Arrival | None = None
+        self._stopped = False
+
+    def run(self, opened: Callable[[], None]) -> None:
+        """Load; `opened` is called as soon as it is known how much will come. Raises what the tier raises."""
+        prefix, workspace = self._prefix, self._workspace
+        self.keys = prefix.keys(self._request.prompt, self._request.tenant)
+        found = prefix.open(self.keys, self._limit, self._worth_s)
+        if found is None:
+            return
+        arrival = self._arrival = Arrival(found.blocks, len(prefix.spec.layers), self._worth_s)
+        if self._stopped:
+            arrival.stop()
+        else:
+            workspace.arrival = arrival
+            workspace.filled = found.blocks * prefix.spec.blocks.block_tokens
+            opened()
+        prefix.fill(found, workspace, arrival)
+
+    def stop(self) -> None:
+        """The prompt is not wanted any more; `run` returns soon, and writes nothing from then on."""
+        self._stopped = True
+        if self._arrival is not None:
+            self._arrival.stop()
 
 
 def _consecutive(entries: Sequence[Entry], index: dict[BlockKey, int]) -> list[list[Entry]]:

@@ -138,7 +138,7 @@ class LockedTier:
 
     def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
         with self._lock:
-            return self.inner.prepare_read(keys, owner)
+            return self.inner.prepare_read(keys, owner, worth_s=worth_s)
 
     def complete_read(self, lease_id: int) -> None:
         with self._lock:
@@ -146,7 +146,7 @@ class LockedTier:
 
     def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
         with self._lock:
-            return self.inner.prepare_write(keys, owner)
+            return self.inner.prepare_write(keys, owner, tenant=tenant)
 
     def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
         with self._lock:
