@@ -1,4 +1,4 @@
-"""`kvtide`: serve, generate, inspect, config, fetch."""
+"""`kvtide`: serve, tiers, generate, inspect, config, fetch."""
 
 import argparse
 import json
@@ -42,6 +42,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         words = [parsed.file, *parsed.options]
         parsed.file = next((word for word in words if "=" not in word), parsed.file)
         parsed.options = [word for word in words if word != parsed.file]
+    if parsed.command == "tiers":
+        parsed.words = [word for word in parsed.options if "=" not in word or word.startswith("http")]
+        parsed.options = [word for word in parsed.options if word not in parsed.words]
     return parsed
 
 
@@ -51,6 +54,7 @@ def _run(parsed: argparse.Namespace) -> int:
         options = parse_options(parsed.options)
         commands = {
             "serve": _serve,
+            "tiers": _tiers,
             "generate": _generate,
             "inspect": _inspect,
             "config": _config,
@@ -141,6 +145,24 @@ def _serve(options: AppArgs, parsed: argparse.Namespace) -> int:
     return launch(options, host=parsed.host, port=parsed.port)
 
 
+def _tiers(options: AppArgs, parsed: argparse.Namespace) -> int:
+    from deployments.tiers_command import make_command, run
+
+    text = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    prompt = {"messages": [{"role": "user", "content": text}]} if parsed.chat else {"prompt": text}
+    given = {
+        **(prompt if text is not None else {}),
+        "tiers": parsed.tier or None,
+        "ttl_s": parsed.ttl,
+        "node": parsed.node,
+        "cache_salt": parsed.salt,
+    }
+    fields = {name: value for name, value in given.items() if value is not None}
+    command = make_command(parsed.words, fields, watch=parsed.watch, as_json=parsed.json)
+    key = options.api_key
+    return run(command, None if key is None else key.get_secret_value())
+
+
 def _config(options: AppArgs, parsed: argparse.Namespace) -> int:
     resolved = resolve(options)
     if haproxy() is None:
@@ -191,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         "--host", type=_host, default="127.0.0.1", help="127.0.0.1 (default) or 0.0.0.0 for everybody"
     )
     serve.add_argument("--port", type=_port, default=8000, help="TCP port to listen on; default 8000")
+    _add_tiers(commands.add_parser("tiers", help="show the KV tiers of a running service, or command them"))
     generate = commands.add_parser("generate", help="run one prompt through the engine alone, without Ray")
     generate.add_argument("--prompt", required=True, help="the text, or - for standard input")
     generate.add_argument("--chat", action="store_true", help="apply the model's chat template")
@@ -219,6 +242,26 @@ def _parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.add_argument("options", nargs="*", metavar="name=value", help="options; see `kvtide config`")
     return parser
+
+
+def _add_tiers(tiers: argparse.ArgumentParser) -> None:
+    tiers.usage = (
+        "kvtide tiers [URL] [--watch] [--json] [api_key=…]\n"
+        "       kvtide tiers flush [URL] [--tier TIER]\n"
+        "       kvtide tiers pin|unpin|prefetch|evict [URL] --prompt TEXT [--chat] [--salt SALT] …"
+    )
+    tiers.add_argument("--watch", action="store_true", help="show them again every second")
+    tiers.add_argument("--json", action="store_true", help="print the service's answer")
+    tiers.add_argument("--prompt", help="whose blocks: the text, or - for standard input")
+    tiers.add_argument(
+        "--chat", action="store_true", help="the text is one user message in the chat template"
+    )
+    tiers.add_argument("--salt", help="the `cache_salt` that the prompt is asked with")
+    tiers.add_argument("--ttl", type=float, metavar="SECONDS", help="of pin: how long; default: until unpin")
+    tiers.add_argument(
+        "--tier", action="append", help="of evict and flush: cpu, nvme or redis; again for more"
+    )
+    tiers.add_argument("--node", help="of prefetch: where to")
 
 
 if __name__ == "__main__":

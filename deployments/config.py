@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from deployments.api.recipes import AUTO, RecipeBook, make_book
 from deployments.api.settings import ApiSettings
+from deployments.tier_options import TierPlan, check_redis_url, plan_tiers
 from policies import load_policy
 from policies.recipe import RecipeError
 from policies.recipe_checks import MAX_KERNEL, MAX_SINKS, MAX_TOKENS, MAX_WINDOW
@@ -26,7 +27,8 @@ _Resources = dict[str, Annotated[float, Field(ge=0, le=1e9)]]
 class AppArgs(BaseModel):
     """Options of one kvtide application. Times are seconds; sizes say their unit."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # An error's text must not show what was given: keys and passwords are in it.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     model: str = Field(
         "demo", min_length=1, description="'demo', a Hugging Face model id, a local folder, or a GGUF file."
@@ -217,6 +219,32 @@ class AppArgs(BaseModel):
         _load(given)
         return given
 
+    @field_validator("cpu_tier_folder", "nvme_tier_folder")
+    @classmethod
+    def folders_are_absolute(cls, given: str | None) -> str | None:
+        """Replicas and node agents run in folders of Ray's."""
+        if given is not None and not os.path.isabs(given):
+            raise ValueError(f"{given!r} is not an absolute path")
+        return given
+
+    @field_validator("redis_url")
+    @classmethod
+    def redis_url_names_a_server(cls, given: SecretStr | None) -> SecretStr | None:
+        if given is not None:
+            check_redis_url(given.get_secret_value())
+        return given
+
+    @model_validator(mode="after")
+    def lower_tiers_have_a_cpu_tier_above_them(self) -> Self:
+        """Blocks come into a node, and out of it, through its CPU tier."""
+        below = [name for name in ("nvme_tier_gib", "redis_url") if getattr(self, name)]
+        if below and not self.cpu_tier_gib:
+            raise ValueError(
+                f"{' and '.join(below)}: blocks pass through the CPU tier, and cpu_tier_gib is 0; "
+                "valid: cpu_tier_gib above 0"
+            )
+        return self
+
     @model_validator(mode="after")
     def no_field_of_the_default_is_set_twice(self) -> Self:
         wrong = [name for name in self.kv if name == "recipe" or getattr(self, name, None) is not None]
@@ -304,6 +332,8 @@ class ResolvedConfig(BaseModel):
     default_recipe: str
     recipe_warnings: tuple[str, ...]
     served_name: str
+    tiers: tuple[TierPlan, ...]
+    tier_warnings: tuple[str, ...]
     cores: int
     threads_per_replica: int
     environment: dict[str, str]
@@ -331,12 +361,15 @@ def cluster_environment() -> dict[str, str]:
 def resolve(options: AppArgs) -> ResolvedConfig:
     """Resolve options on this machine."""
     book = options.recipe_book
+    tiers, tier_warnings = plan_tiers(options)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ResolvedConfig(
         options=options,
         default_recipe=book.label,
         recipe_warnings=book.warnings,
         served_name=options.name,
+        tiers=tiers,
+        tier_warnings=tier_warnings,
         cores=cores,
         threads_per_replica=options.threads_per_replica(cores),
         environment=cluster_environment(),

@@ -52,8 +52,9 @@ def launch(options: AppArgs, *, host: str, port: int) -> int:
 def serve_config(options: AppArgs, host: str, port: int) -> dict[str, object]:
     """What `serve run` takes as a file: the one application, its options, and where to listen."""
     given = options.model_dump(mode="json", exclude_unset=True)
-    if options.api_key is not None:
-        given["api_key"] = options.api_key.get_secret_value()
+    for name in ("api_key", "redis_url"):
+        if (secret := getattr(options, name)) is not None:
+            given[name] = secret.get_secret_value()
     return {
         "http_options": {"host": host, "port": port},
         "applications": [

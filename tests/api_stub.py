@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from deployments.api.application import build_application
-from deployments.api.backend import Readiness
+from deployments.api.backend import Readiness, TierControl
 from deployments.api.card import ModelCard
 from deployments.api.settings import ApiSettings
 from engine.report import SelectionReport
@@ -178,9 +178,12 @@ class StubBackend:
         return self.gauges
 
 
-def application(backend: StubBackend, card: ModelCard | None = None, **settings: object) -> FastAPI:
-    """The application over `backend`."""
-    return build_application(backend, card or make_card(), ApiSettings(**settings))  # type: ignore[arg-type]
+def application(
+    backend: StubBackend, card: ModelCard | None = None, tiers: TierControl | None = None, **settings: object
+) -> FastAPI:
+    """The application over `backend`, and over `tiers` where there are any."""
+    given = ApiSettings(**settings)  # type: ignore[arg-type]
+    return build_application(backend, card or make_card(), given, tiers=tiers)
 
 
 def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:

@@ -254,3 +254,10 @@ async def test_the_log_has_counts_and_ids_but_no_text(caplog: pytest.LogCaptureF
     assert (record["outcome"], record["completion_tokens"]) == ("ok", 2)
     assert record["first_token_s"] <= record["total_s"]
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 257, 5])
+async def test_a_wrong_cache_salt_is_refused_by_name(bad: object) -> None:
+    for ask in (chat, complete):
+        answer = await ask(application(StubBackend()), cache_salt=bad)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"

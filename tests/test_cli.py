@@ -42,6 +42,21 @@ def test_a_wrong_key_is_not_shown_either(capsys):
     assert "hunter2" not in "".join(capsys.readouterr())
 
 
+def test_config_prints_the_tiers_that_a_node_gets_without_the_password(capsys, tmp_path):
+    url = "rediss://user:hunter2@cache.example:6380/2?ssl_cert_reqs=none"
+    words = [f"cpu_tier_folder={tmp_path}", "cpu_tier_gib=0.001", "nvme_tier_gib=0.002", f"redis_url={url}"]
+    assert main(["config", *words, f"nvme_tier_folder={tmp_path / 'new'}", "redis_tier_gib=3"]) == 0
+    text = capsys.readouterr().out
+    assert "hunter2" not in text
+    shown = json.loads(text)
+    assert shown["tiers"] == [
+        {"tier": "cpu", "gib": 0.001, "where": str(tmp_path)},
+        {"tier": "nvme", "gib": 0.002, "where": str(tmp_path / "new")},
+        {"tier": "redis", "gib": 3.0, "where": "rediss://cache.example:6380/2"},
+    ]
+    assert shown["tier_warnings"] == []
+
+
 def test_a_reader_that_has_enough_gets_no_traceback():
     command = f"{shlex.quote(sys.executable)} -m deployments.cli config | true"
     script = f"set -o pipefail; {command}; echo status ${{PIPESTATUS[0]}}"
@@ -167,7 +182,14 @@ def test_fetch_prints_the_folder(folder, capsys):
 
 
 def test_what_serve_run_is_given_is_valid_and_comes_back_as_the_same_options():
-    options = AppArgs(policy="snapkv", budget=1.0, api_key="k", prefill_resources={"p": 1}, decode_replicas=2)
+    options = AppArgs(
+        policy="snapkv",
+        budget=1.0,
+        api_key="k",
+        redis_url="redis://:pw@h",
+        prefill_resources={"p": 1},
+        decode_replicas=2,
+    )
     config = serve_config(options, "0.0.0.0", 8123)
     checked = ServeDeploySchema.model_validate(json.loads(json.dumps(config)))
     assert checked.http_options.port == 8123

@@ -157,6 +157,14 @@ def test_words_become_typed_options():
         (['kv={"budget": 5}', "budget=6"], ["kv: budget", "option of its own"]),
         (['kv={"sinks": 5}', "sinks=0", "policy=knorm"], ["kv: sinks", "option of its own"]),
         (['kv={"recipe": "qa"}'], ["kv: recipe", "option of its own"]),
+        (["nvme_tier_gib=1", "cpu_tier_gib=0"], ["nvme_tier_gib", "cpu_tier_gib is 0", "above 0"]),
+        (["redis_url=redis://h", "cpu_tier_gib=0"], ["redis_url", "cpu_tier_gib is 0"]),
+        (["nvme_tier_gib=-1"], ["nvme_tier_gib", "greater than or equal to 0"]),
+        (["cpu_tier_folder=tiers"], ["cpu_tier_folder", "'tiers' is not an absolute path"]),
+        (["nvme_tier_folder="], ["nvme_tier_folder", "absolute"]),
+        (["admission=sometimes"], ["admission", "'second_use'"]),
+        (["tier_policy=fifo"], ["tier_policy", "'lru'"]),
+        (["tenant_share=0"], ["tenant_share", "greater than 0"]),
         (["scorers=nowhere:Policy"], ["scorers", "nowhere", "package.module:Class"]),
         (["scorers=policies.policy:LayerView"], ["scorers", "no class that implements"]),
     ],
@@ -170,6 +178,74 @@ def test_a_refusal_names_the_option_and_what_is_valid(words, parts, capsys):
     assert said.startswith("kvtide: ") and said.count("\n") == 1
     for part in parts:
         assert part in said
+
+
+REDIS_URLS = [
+    ("http://user:hunter2@h", "redis://"),
+    ("hunter2", "redis://"),
+    ("redis://:hunter2@", "no host"),
+    ("redis://:hunter2@h:x", "port"),
+    ("redis://:hunter2@h:99999", "port"),
+    ("redis://[hunter2", "host"),
+    ("redis://user:hun/ter2@h", "port"),
+    ("redis://:hunter2@h/first", "database number"),
+    ("redis://user:p@h/hunter2", "database number"),
+    ("redis://:hunter2@h?db=hunter2", "database number"),
+    ("redis://:hunter2@h?clutser=1", "clutser"),
+    ("redis+cluster://:hunter2@h/3", "database 0"),
+    ("unix://:hunter2@", "path of a socket"),
+]
+
+
+@pytest.mark.parametrize(("url", "part"), REDIS_URLS)
+def test_a_redis_url_that_is_none_is_refused_without_its_password(url, part, capsys):
+    with pytest.raises(ValueError, match="redis_url") as refused:
+        parse_options([f"redis_url={url}", "threads=0"])
+    said = str(refused.value)
+    assert part in said and "hunter2" not in said and "ter2@" not in said
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://:p%40ss@127.0.0.1:7000/1",
+        "rediss://user:pw@h?ssl_ca_certs=/on/another/machine.pem",
+        "unix:///run/redis.sock?db=2",
+        "redis://h?cluster=1",
+        "redis+cluster://h:7000",
+    ],
+)
+def test_redis_urls_of_every_kind_are_taken(url):
+    given = parse_options([f"redis_url={url}"]).redis_url
+    assert given is not None and given.get_secret_value() == url and url not in repr(given)
+
+
+def test_errors_show_no_secret_that_was_given_beside_the_mistake():
+    for words in ({"threads": "x"}, {"cpu_tier_gib": 0}, {"unknown": 1}):
+        with pytest.raises(ValidationError) as refused:
+            AppArgs(**words, api_key="hunter2", redis_url="redis://:hunter2@h")
+        assert "hunter2" not in str(refused.value)
+
+
+def test_options_of_tiers_that_are_off_are_pointed_out():
+    assert resolve(AppArgs(cpu_tier_gib=0.001)).tier_warnings == ()
+    options = AppArgs(cpu_tier_gib=0.001, admission="always", redis_tier_gib=2, nvme_tier_folder="/x")
+    folder, size, admission = resolve(options).tier_warnings
+    assert folder.startswith("nvme_tier_folder has no effect: nvme_tier_gib is 0")
+    assert size.startswith("redis_tier_gib has no effect: ") and "redis_url" in size
+    assert admission.startswith("admission has no effect: ") and "nvme_tier_gib and redis_url" in admission
+    assert resolve(AppArgs(admission="always", redis_url="redis://h", cpu_tier_gib=0.001)).tier_warnings == ()
+
+
+def test_a_tier_that_does_not_fit_its_disk_is_pointed_out(tmp_path):
+    options = AppArgs(cpu_tier_gib=0.001, nvme_tier_gib=60_000, nvme_tier_folder=str(tmp_path / "new"))
+    (warning,) = resolve(options).tier_warnings
+    assert warning.startswith("nvme_tier_gib: 60000 GiB asked for, ") and str(tmp_path) in warning
+
+
+def test_without_a_cpu_tier_there_is_none():
+    assert resolve(AppArgs(cpu_tier_gib=0)).tiers == ()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from deployments.api.backend import Backend, Readiness
+from deployments.api.backend import Backend, Readiness, TierControl
 from deployments.api.card import ModelCard
 from deployments.api.catalogue import catalogue
 from deployments.api.errors import ModelNotFound, api_error, http_error
@@ -16,17 +16,24 @@ from deployments.api.exchange import CHAT, COMPLETIONS, Edge, Exchange
 from deployments.api.metrics import ApiMetrics
 from deployments.api.middleware import BearerKey, RequestIds, error_response
 from deployments.api.settings import ApiSettings
+from deployments.api.tiers import add_tiers
 from engine.errors import KvtideError
 
 _log = logging.getLogger("kvtide.api")
 
 
 def build_application(
-    backend: Backend, card: ModelCard, settings: ApiSettings | None = None, *, answer_request_ids: bool = True
+    backend: Backend,
+    card: ModelCard,
+    settings: ApiSettings | None = None,
+    *,
+    tiers: TierControl | None = None,
+    answer_request_ids: bool = True,
 ) -> FastAPI:
     """The OpenAI-compatible API for one model. No global state: every call makes its own application.
 
-    `answer_request_ids` False where the server itself puts x-request-id on responses (Ray Serve).
+    `tiers` None: without the paths that command tiers. `answer_request_ids` False where the server itself puts
+    x-request-id on responses (Ray Serve).
     """
     edge = Edge(backend, card, settings or ApiSettings(), ApiMetrics())
     application = FastAPI(
@@ -36,6 +43,8 @@ def build_application(
     _add_generation(application, edge)
     _add_models(application, card)
     _add_recipes(application, card)
+    if tiers is not None:
+        add_tiers(application, edge, tiers)
     _add_operations(application, edge)
     application.add_exception_handler(KvtideError, _refuse)
     application.add_exception_handler(HTTPException, _refuse_http)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deployments.api.errors import BodyTooLarge
-from deployments.api.schemas import NESTED, Neutral
+from deployments.api.schemas import MESSAGE_UNSUPPORTED, NESTED, Neutral
 from engine.errors import InvalidRequest
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -81,6 +81,18 @@ def drop_neutral(fields: Mapping[str, object], unsupported: Neutral, path: str =
                 f"{path}{name} is not supported; leave it out or send {offs}.", f"{path}{name}"
             )
     return kept
+
+
+def drop_neutral_in_messages(fields: dict[str, object]) -> dict[str, object]:
+    """The same for the messages of a chat: clients send a received one back as it came, with its empty fields."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return fields
+    kept = [
+        drop_neutral(each, MESSAGE_UNSUPPORTED, f"messages[{i}].") if isinstance(each, dict) else each
+        for i, each in enumerate(messages)
+    ]
+    return {**fields, "messages": kept}
 
 
 def check_model(model: type[Model], fields: Mapping[str, object], known: frozenset[str]) -> Model:

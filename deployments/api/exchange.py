@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.api import sse
 from deployments.api.answer import Answer
 from deployments.api.backend import Backend
-from deployments.api.body import check_model, drop_neutral, parse_object, read_body
+from deployments.api.body import check_model, drop_neutral, drop_neutral_in_messages, parse_object, read_body
 from deployments.api.card import ModelCard
 from deployments.api.chat import ChatAnswer
 from deployments.api.completions import CompletionAnswer
@@ -27,7 +27,6 @@ from deployments.api.pump import EventPump, PumpLimits
 from deployments.api.schemas import (
     CHAT_UNSUPPORTED,
     COMPLETION_UNSUPPORTED,
-    MESSAGE_UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
 )
@@ -57,15 +56,7 @@ class Endpoint:
 
 
 def _read_chat(card: ModelCard, settings: ApiSettings, raw: bytes) -> Plan:
-    fields = drop_neutral(parse_object(raw), CHAT_UNSUPPORTED)
-    messages = fields.get("messages")
-    if isinstance(messages, list):
-        fields["messages"] = [
-            drop_neutral(message, MESSAGE_UNSUPPORTED, f"messages[{i}].")
-            if isinstance(message, dict)
-            else message
-            for i, message in enumerate(messages)
-        ]
+    fields = drop_neutral_in_messages(drop_neutral(parse_object(raw), CHAT_UNSUPPORTED))
     return plan_chat(card, settings, check_model(ChatRequest, fields, frozenset(CHAT_UNSUPPORTED)))
 
 

@@ -21,6 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from deployments.api.answer import UsageTally
+from deployments.api.backend import TIERS
 from deployments.api.errors import Outcome
 from deployments.api.plan import Plan
 from engine.report import SelectionReport
@@ -28,7 +29,32 @@ from engine.request import Event, PromptEvent, TokenEvent
 
 _log = logging.getLogger("kvtide.api.access")
 
+TIER_GAUGES = {
+    "blocks": "Blocks that can be read.",
+    "capacity": "Most blocks.",
+    "pinned": "Blocks that users or readers hold.",
+    "hits": "Blocks that were asked for and read, since the node's agent started.",
+    "misses": "Blocks that were asked for and not there.",
+    "evicted": "Blocks that had to make room.",
+    "failures": "Blocks that could not be read or written, or were not whole.",
+    "refused": "Blocks that found no room.",
+    "bytes_read": "Bytes read.",
+    "bytes_written": "Bytes written.",
+    "open": "1 while the tier is left alone because it failed.",
+}
+"""Figures that a node agent tells of each of its tiers, with their help; as gauges `<tier>_tier_<figure>`."""
+
 GAUGES = {
+    **{f"{tier}_tier_{name}": f"{tier} tier: {text}" for tier in TIERS for name, text in TIER_GAUGES.items()},
+    "remote_blocks_read": "Blocks read from other nodes' CPU tiers.",
+    "spill_queue": "Blocks that wait for their write-down.",
+    "spill_written": "Blocks written down to lower tiers.",
+    "spill_refused": "Blocks that a lower tier did not take.",
+    "spill_unworthy": "Blocks that admission found not worth a write-down.",
+    "quarantined_slots": "Slots of the CPU tier that a transfer might still write to.",
+    "directory_nodes": "Nodes that the directory knows.",
+    "directory_blocks": "Blocks that the directory can find.",
+    **{f"directory_{tier}_entries": f"Blocks that the directory knows in the {tier} tier." for tier in TIERS},
     "queue": "Requests waiting for admission.",
     "running": "Sequences in the batch.",
     "pages_used": "Pages of the decode pool that hold KV.",

@@ -22,6 +22,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
+MAX_SALT_CHARS = 256
 
 
 def _described(text: str) -> WrapValidator:
@@ -65,11 +66,16 @@ Kv = Annotated[
 ]
 
 
-class _Fields(BaseModel):
+CacheSalt = Annotated[str, Len(1, MAX_SALT_CHARS)]
+
+
+class Fields(BaseModel):
+    """What all request bodies have in common."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool | None = Field(default=None, description="Send a last chunk with the usage.")
@@ -78,7 +84,7 @@ class StreamOptions(_Fields):
     )
 
 
-class Request(_Fields):
+class Request(Fields):
     """The fields that both endpoints share."""
 
     model: str = Field(description="A served model's name.")
@@ -115,11 +121,8 @@ class Request(_Fields):
         default=None,
         description="Extension: a recipe's name, or its fields (see /v1/kv/recipes) and `report`.",
     )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Extension: keeps cached prompts apart by this text.",
+    cache_salt: CacheSalt | None = Field(
+        default=None, description="Extension: a tenant; prompts with different ones share no cached KV."
     )
     user: str | None = Field(default=None, description="Accepted, not used.")
     metadata: dict[str, object] | None = Field(default=None, description="Accepted, not used.")
@@ -130,7 +133,7 @@ class Request(_Fields):
     )
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
     """One part of a message's content."""
 
     type: Literal["text"]
@@ -143,7 +146,7 @@ Content = Annotated[
 ]
 
 
-class Message(_Fields):
+class Message(Fields):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]

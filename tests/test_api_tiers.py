@@ -1,0 +1,395 @@
+"""Commands over tiers at the HTTP edge: pin, prefetch, evict, flush, and what is where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from api_stub import MODEL, StubBackend, application, client, make_card, make_tokenizer, post
+from fastapi import FastAPI
+from httpx import Response
+from ray.exceptions import RayActorError
+from service_stand import network, prompt_of, tokenizer
+from tier_stub import IDENTITY, StubAgent, StubNodes
+
+from deployments.api.backend import BlockIdentity
+from deployments.api.metrics import GAUGES, TIER_GAUGES
+from deployments.config import AppArgs
+from engine.errors import ModelUnavailable, Overloaded
+from engine.model import load_model
+from engine.prefix import PrefixCache
+from kv_tiers.keys import BlockKey, block_keys
+
+TOKENS = list(range(4, 26))  # five full blocks of four, and two tokens more
+KEYS = block_keys(IDENTITY.fingerprint, TOKENS, IDENTITY.block_tokens)
+OTHER = block_keys(IDENTITY.fingerprint, [*range(100, 140)], IDENTITY.block_tokens)
+ASK = {"tokens": TOKENS}
+
+
+def nodes(**changes: StubAgent) -> StubNodes:
+    """Node a has three blocks of the prompt in its slab and all on NVMe, b two; Redis has the last one."""
+    return StubNodes(
+        **{
+            "a": StubAgent(cpu=KEYS[:3], nvme=[*KEYS, *OTHER], redis=KEYS[4:]),
+            "b": StubAgent(cpu=KEYS[:2], nvme=[], redis=KEYS[4:]),
+            **changes,
+        }
+    )
+
+
+def app_of(stand: StubNodes, **settings: object) -> FastAPI:
+    return application(StubBackend(), tiers=stand.control, **settings)
+
+
+async def command(stand: StubNodes, name: str, body: object = ASK) -> dict:
+    answer = await post(app_of(stand), f"/v1/kv/{name}", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def get(app: FastAPI, path: str) -> Response:
+    async with client(app) as http:
+        return await http.get(path)
+
+
+def keys_of(body: dict) -> list[str]:
+    return [block["key"] for block in body["blocks"]]
+
+
+def hexes(keys: list[BlockKey]) -> list[str]:
+    return [key.digest.hex() for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("completions", {"prompt": "hello world, again and again"}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]},
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                    {"role": "assistant", "content": "yes", "refusal": None},
+                ],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+            },
+        ),
+        ("completions", {"prompt": TOKENS}),
+    ],
+    ids=["text", "chat", "chat that goes on", "tokens"],
+)
+@pytest.mark.parametrize("salt", [{}, {"cache_salt": "tenant"}], ids=["", "salted"])
+async def test_a_prompts_blocks_are_those_of_a_request_for_it(path: str, prompt: dict, salt: dict) -> None:
+    backend, stand = StubBackend(), nodes()
+    card = make_card(tokenizer=make_tokenizer(begin=True), context_length=200, max_prompt_tokens=190)
+    app = application(backend, card, stand.control)
+    assert (await post(app, f"/v1/{path}", {"model": MODEL, **prompt, **salt})).status_code == 200
+    (request,) = backend.requests
+    expected = block_keys(IDENTITY.fingerprint, request.prompt, IDENTITY.block_tokens, tenant=request.tenant)
+    asked = {"tokens": prompt["prompt"]} if prompt.get("prompt") == TOKENS else prompt
+    body = (await post(app, "/v1/kv/pin", {**asked, **salt})).json()
+    assert keys_of(body) == hexes(expected) and len(expected) >= 5
+    assert body["prompt_tokens"] == len(request.prompt) and body["block_tokens"] == 4
+
+
+def test_replicas_that_load_the_same_folder_make_the_same_keys(tmp_path: Path) -> None:
+    network().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    prefill, decode = (load_model(tmp_path, "auto", 16).spec for _ in range(2))
+    prompt = prompt_of(100)
+    of_prefill = PrefixCache(prefill, None, None, "r").keys(prompt, "tenant")  # type: ignore[arg-type]
+    told = BlockIdentity(decode.fingerprint, decode.blocks.block_tokens, decode.blocks.nbytes)
+    assert block_keys(told.fingerprint, prompt, told.block_tokens, tenant="tenant") == of_prefill
+
+
+async def test_pin_holds_blocks_in_every_tier_and_unpin_lets_go() -> None:
+    stand = nodes()
+    body = await command(stand, "pin", {**ASK, "ttl_s": 60})
+    assert body["pinned"] == {
+        "a": {"cpu": 3, "nvme": 5, "redis": 1},
+        "b": {"cpu": 2, "nvme": 0, "redis": 1},
+    }
+    assert stand.agents["b"].pins == [(tuple(KEYS), 60.0)]
+    assert body["blocks"][1]["places"] == [
+        {"node": "a", "tier": "cpu"},
+        {"node": "b", "tier": "cpu"},
+        {"node": "a", "tier": "nvme"},
+    ]
+    assert body["blocks"][4]["places"][-1] == {"node": None, "tier": "redis"}
+    assert body["unanswered"] == [] and body["block_bytes"] == 1000
+    body = await command(stand, "unpin")
+    assert body["unpinned"]["a"] == {"cpu": 3, "nvme": 5, "redis": 1}
+    assert not stand.agents["a"].pins and not stand.agents["b"].pins
+    assert (await command(stand, "unpin"))["unpinned"]["a"] == {"cpu": 0, "nvme": 0, "redis": 0}
+
+
+async def test_prefetch_goes_to_the_node_that_has_most_or_to_the_one_that_is_named() -> None:
+    stand = nodes()
+    body = await command(stand, "prefetch")
+    assert (body["node"], body["blocks_loaded"]) == ("a", 5)
+    assert all({"node": "a", "tier": "cpu"} in block["places"] for block in body["blocks"])
+    assert "prefetch" not in stand.agents["b"].calls
+    body = await command(stand, "prefetch", {**ASK, "node": "b"})
+    assert (body["node"], body["blocks_loaded"]) == ("b", 2)
+    refused = await post(app_of(stand), "/v1/kv/prefetch", {**ASK, "node": "c"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "node") and "a, b" in error["message"]
+    assert (await command(StubNodes(), "prefetch"))["node"] is None
+
+
+async def test_evict_takes_blocks_out_of_the_named_tiers_and_says_where_they_still_are() -> None:
+    stand = nodes()
+    body = await command(stand, "evict", {**ASK, "tiers": ["cpu", "redis"]})
+    assert body["evicted"] == {"a": {"cpu": 3, "redis": 1}, "b": {"cpu": 2, "redis": 1}}
+    assert all(block["places"] == [{"node": "a", "tier": "nvme"}] for block in body["blocks"])
+    body = await command(stand, "evict")
+    assert body["evicted"]["a"] == {"cpu": 0, "nvme": 5, "redis": 0}
+    assert not any(block["places"] for block in body["blocks"])
+    assert stand.agents["a"].tiers["nvme"] == set(OTHER), "other prompts stay"
+
+
+async def test_after_a_flush_every_tier_misses_and_the_directory_is_empty() -> None:
+    """CASES O-43."""
+    stand = nodes()
+    app = app_of(stand)
+    body = (await post(app, "/v1/kv/flush", {})).json()
+    assert body == {
+        "complete": True,
+        "cleared": {"a": {"cpu": 3, "nvme": 15, "redis": 1}, "b": {"cpu": 2, "nvme": 0, "redis": 1}},
+        "not_cleared": [],
+    }
+    stats = (await get(app, "/v1/kv/stats")).json()
+    assert stats["directory"]["entries"] == 0 and not any(stats["directory"]["tiers"].values())
+    places = (await command(stand, "pin"))["blocks"]
+    assert places and not any(block["places"] for block in places)
+    assert (await get(app, f"/v1/kv/blocks/{KEYS[0].digest.hex()}")).json()["blocks"] == []
+
+
+async def test_a_flush_of_one_tier_leaves_the_others() -> None:
+    stand = nodes()
+    body = await command(stand, "flush", {"tiers": ["nvme"]})
+    assert body["complete"] and body["cleared"] == {"a": {"nvme": 15}, "b": {"nvme": 0}}
+    assert stand.agents["a"].tiers["cpu"] == set(KEYS[:3])
+
+
+async def test_a_flush_names_what_it_did_not_clear() -> None:
+    """CASES O-43."""
+    stand = nodes(c=StubAgent(cpu=KEYS))
+    stand.agents["a"].stuck.add("redis")
+    stand.agents["b"].hangs = True
+    stand.control = stand.made(call_s=1.0)
+    stand.agents["c"].trouble = RayActorError()
+    body = await command(stand, "flush", {})
+    assert not body["complete"]
+    left = {(each["source"], each["tier"]): each["reason"] for each in body["not_cleared"]}
+    assert left.keys() == {
+        ("a", "redis"), ("b", None), ("c", None), ("directory", "cpu"), ("directory", "redis")
+    }  # fmt: skip
+    assert "1 blocks" in left["a", "redis"] and "1 s" in left["b", None]
+    assert "names 7 blocks" in left["directory", "cpu"], "those of b and c"
+    assert body["cleared"] == {"a": {"cpu": 3, "nvme": 15, "redis": 0}}
+
+
+async def test_a_flush_names_a_tier_that_should_be_there_and_does_not_run() -> None:
+    """Its blocks would come back with it."""
+    stand = StubNodes(a=StubAgent(cpu=KEYS, nvme=KEYS), b=StubAgent(cpu=[]))
+    stand.control = stand.made(call_s=30, configured=["cpu", "nvme"])
+    body = await command(stand, "flush", {})
+    assert body["not_cleared"] == [{"source": "b", "tier": "nvme", "reason": "the tier does not run"}]
+    assert (await command(stand, "flush", {"tiers": ["cpu"]}))["complete"]
+
+
+async def test_a_directory_that_is_away_is_named_and_the_nodes_it_knew_last_are_asked() -> None:
+    stand = nodes()
+    app = app_of(stand)
+    assert (await post(app, "/v1/kv/pin", ASK)).json()["unanswered"] == []
+    stand.directory.away = True
+    body = (await post(app, "/v1/kv/evict", ASK)).json()
+    assert body["evicted"].keys() == {"a", "b"} and not any(block["places"] for block in body["blocks"])
+    away = {"source": "directory", "reason": "it does not answer"}
+    assert body["unanswered"] == [away]
+    assert (await post(app, "/v1/kv/flush", {})).json()["not_cleared"] == [{**away, "tier": None}]
+    stats = (await get(app, "/v1/kv/stats")).json()
+    assert stats["directory"] is None and stats["unanswered"] == [away] and len(stats["nodes"]) == 2
+    assert (await get(app, "/v1/kv/blocks/abcd")).json() == {
+        "blocks": [],
+        "more": False,
+        "unanswered": [away],
+    }
+
+
+async def test_a_node_that_is_gone_is_named_once_and_the_others_count() -> None:
+    stand = nodes()
+    stand.gone.add("b")
+    body = await command(stand, "pin")
+    assert body["pinned"].keys() == {"a"}
+    assert body["unanswered"] == [{"source": "b", "reason": "gone or failing"}]
+
+
+async def test_stats_tell_of_every_node_tier_and_the_directory() -> None:
+    body = (await get(app_of(nodes()), "/v1/kv/stats")).json()
+    assert [node["node"] for node in body["nodes"]] == ["a", "b"]
+    cpu, nvme, redis = body["nodes"][0]["tiers"]
+    assert (cpu["tier"], nvme["tier"], redis["tier"]) == ("cpu", "nvme", "redis")
+    assert (cpu["blocks"], cpu["capacity"], cpu["slot_bytes"]) == (3, 100, 4096)
+    directory = body["directory"]
+    assert (directory["epoch"], directory["nodes"], directory["shards"]) == (9, 2, 2)
+    assert directory["tiers"] == {"cpu": 5, "nvme": 15, "redis": 1} and "reports" not in directory
+
+
+async def test_blocks_are_found_by_the_beginning_of_their_key() -> None:
+    app = app_of(nodes())
+    wanted = KEYS[0].digest.hex()
+    for prefix in (wanted[:4], wanted[:9].upper(), wanted):
+        body = (await get(app, f"/v1/kv/blocks/{prefix}")).json()
+        (block,) = body["blocks"]
+        assert wanted.startswith(block["key"]) and len(block["key"]) == 32
+        assert block["places"] == [
+            {"node": "a", "tier": "cpu"}, {"node": "b", "tier": "cpu"}, {"node": "a", "tier": "nvme"}
+        ]  # fmt: skip
+        assert body["more"] is False
+    other = wanted[:-8] + "00000000"
+    assert (await get(app, f"/v1/kv/blocks/{other[:31]}0")).json()["blocks"] == []
+
+
+async def test_more_blocks_than_are_shown_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.api.tiers.MAX_FOUND", 2)
+    alike = [BlockKey(b"\x12\x34" + bytes([i]) * 30) for i in range(3)]
+    body = (await get(app_of(StubNodes(a=StubAgent(cpu=alike))), "/v1/kv/blocks/1234")).json()
+    assert [block["key"] for block in body["blocks"]] == [key.digest[:16].hex() for key in alike[:2]]
+    assert body["more"] is True
+
+
+@pytest.mark.parametrize("prefix", ["abc", "wxyz", "abcd-", "0" * 65, "%20abcd"])
+async def test_a_prefix_that_is_none_is_refused(prefix: str) -> None:
+    answer = await get(app_of(nodes()), f"/v1/kv/blocks/{prefix}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prefix" and "4 to 64" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "part"),
+    [
+        ("pin", {}, "prompt", "exactly one of prompt, messages, tokens"),
+        ("pin", b"", "prompt", "exactly one of"),
+        ("pin", b"[]", None, "JSON object"),
+        ("evict", {"prompt": "a", "tokens": [4]}, "prompt", "prompt and tokens are given"),
+        ("pin", {"prompt": ["a", "b"]}, "prompt", "string"),
+        ("pin", {"tokens": "a"}, "tokens", "list"),
+        ("pin", {"tokens": [4, 100_000]}, "tokens[1]", "out of vocabulary"),
+        ("pin", {"tokens": [True]}, "tokens[0]", "integer"),
+        ("pin", {"tokens": []}, "tokens", "empty"),
+        ("pin", {"prompt": ""}, "prompt", "empty"),
+        ("prefetch", {"messages": []}, "messages", "empty"),
+        ("prefetch", {"messages": [{"role": "user", "content": "x", "nam": 1}]}, "messages[0].nam", "mean name?"),
+        ("prefetch", {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", ""),
+        ("pin", {"prompt": "a" * 99}, "prompt", "99 tokens; at most 60"),
+        ("pin", {"prompt": "a", "model": "gpt"}, "model", "served: tiny, org/tiny"),
+        ("pin", {**ASK, "ttl_s": 0}, "ttl_s", "above 0"),
+        ("pin", {**ASK, "ttl_s": "60"}, "ttl_s", "number"),
+        ("unpin", {**ASK, "ttl_s": 5}, "ttl_s", "Valid fields: "),
+        ("pin", {**ASK, "tiers": ["cpu"]}, "tiers", "Valid fields: "),
+        ("evict", {**ASK, "tiers": ["gpu"]}, "tiers[0]", "'cpu', 'nvme' or 'redis'"),
+        ("evict", {**ASK, "tiers": []}, "tiers", "at least 1"),
+        ("flush", {"tier": "cpu"}, "tier", "Did you mean tiers?"),
+        ("flush", {"tiers": "cpu"}, "tiers", "list"),
+        ("flush", b"{", None, "not valid JSON"),
+        ("pin", {**ASK, "cache_salt": ""}, "cache_salt", "at least 1"),
+        ("pin", {**ASK, "cache_salt": "x" * 257}, "cache_salt", "at most 256"),
+        ("pin", {**ASK, "add_generation_prompt": True}, "add_generation_prompt", "only allowed with messages"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_command_names_its_field_and_touches_nothing(
+    path: str, body: object, param: str | None, part: str
+) -> None:
+    stand = nodes()
+    answer = await post(app_of(stand), f"/v1/kv/{path}", body)
+    assert answer.status_code in (400, 404)
+    error = answer.json()["error"]
+    assert error["param"] == param and part in error["message"] and error["type"] == "invalid_request_error"
+    assert not any(agent.calls for agent in stand.agents.values())
+
+
+async def test_an_empty_body_flushes_everything() -> None:
+    stand = nodes()
+    assert (await command(stand, "flush", b""))["complete"]
+    assert not any(agent.tiers["cpu"] for agent in stand.agents.values())
+
+
+async def test_a_prompt_without_a_full_block_has_none() -> None:
+    stand = nodes()
+    body = await command(stand, "pin", {"tokens": [4, 5, 6]})
+    assert body["blocks"] == [] and body["prompt_tokens"] == 3
+    assert body["pinned"]["a"] == {"cpu": 0, "nvme": 0, "redis": 0}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "status"), [(ModelUnavailable("no decode replica"), 503), (Overloaded("full"), 429)]
+)
+async def test_keys_wait_for_a_replica_that_knows_the_model(trouble: Exception, status: int) -> None:
+    stand = nodes()
+    stand.identity = trouble  # type: ignore[assignment]
+    answer = await post(app_of(stand), "/v1/kv/pin", ASK)
+    assert answer.status_code == status and "retry-after" in answer.headers
+    assert (await command(stand, "flush", {}))["complete"], "which needs no key"
+
+
+async def test_the_key_guards_the_commands() -> None:
+    stand = nodes()
+    app = app_of(stand, api_key="secret")
+    assert (await post(app, "/v1/kv/flush", {})).status_code == 401
+    assert (await get(app, "/v1/kv/stats")).status_code == 401
+    assert stand.agents["a"].tiers["cpu"] and not stand.agents["a"].calls
+    assert (await post(app, "/v1/kv/flush", {}, authorization="Bearer secret")).status_code == 200
+
+
+async def test_without_tiers_there_are_no_such_paths() -> None:
+    assert (await post(application(StubBackend()), "/v1/kv/flush", {})).status_code == 404
+
+
+async def test_commands_are_counted_by_their_outcome() -> None:
+    app = app_of(nodes())
+    await post(app, "/v1/kv/pin", ASK)
+    await post(app, "/v1/kv/pin", {})
+    text = (await get(app, "/metrics")).text
+    assert 'kvtide_requests_total{endpoint="kv/pin",outcome="ok"} 1.0' in text
+    assert 'kvtide_requests_total{endpoint="kv/pin",outcome="invalid"} 1.0' in text
+
+
+async def test_what_agents_report_of_their_tiers_is_shown_with_help() -> None:
+    names = [f"{tier}_tier_{figure}" for tier in ("cpu", "nvme", "redis") for figure in TIER_GAUGES]
+    assert set(names) <= set(GAUGES)
+    backend = StubBackend(gauges={"node:a": dict.fromkeys([*names, "spill_queue", "quarantined_slots"], 2.0)})
+    text = (await get(application(backend), "/metrics")).text
+    assert 'kvtide_nvme_tier_bytes_written{source="node:a"} 2.0' in text
+    assert 'kvtide_spill_queue{source="node:a"} 2.0' in text
+    assert "# HELP kvtide_redis_tier_open redis tier: 1 while" in text
+    assert "Reported by replicas." not in text
+
+
+OTHER_OPTIONS = ("redis_url", "admission", "tenant_share", "directory_shards", "block_tokens")
+PAGE = (Path(__file__).parent.parent / "docs" / "tiers.md").read_text()
+EXAMPLES = re.findall(
+    r"^curl http://127\.0\.0\.1:8000(\S+)(?:.*?-d '(\{.*?\})')?$", PAGE.replace("\\\n", ""), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("path", "body"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
+async def test_the_pages_examples_are_accepted(path: str, body: str) -> None:
+    app = app_of(nodes())
+    answer = await (post(app, path, body.encode()) if body else get(app, path))
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_page_tells_of_every_command_option_and_gauge() -> None:
+    commands = {"pin", "unpin", "prefetch", "evict", "flush", "stats", "blocks/9b1e"}
+    assert {path.removeprefix("/v1/kv/") for path, _ in EXAMPLES} == commands
+    options = [name for name in AppArgs.model_fields if "tier" in name or name in OTHER_OPTIONS]
+    assert len(options) > 10 and not [name for name in options if f"`{name}`" not in PAGE]
+    assert not [figure for figure in TIER_GAUGES if f"_{figure}`" not in PAGE]
