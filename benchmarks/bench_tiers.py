@@ -1,0 +1,144 @@
+"""What comes back from the tiers, how fast, against computing it anew and against each medium's own ceiling.
+
+    python -m benchmarks.bench_tiers [--quick] [--size 6144] [--rounds 3] [--only recall|throughput|spill]
+
+Ends with one JSON line (result.py). About 9 minutes on 2 idle cores, 4 with --quick.
+
+Recall: documents are asked cold, in turn with a bare transformers forward, then again after every replica was killed
+and replaced (CPU tier), after the blocks were evicted from all tiers but one (NVMe, Redis), after every process was stopped
+and started again (NVMe, Redis), and by another node (its CPU tier through NIXL). Throughput, verification on: CPU slab
+against memcpy, NVMe against fio, Redis against a raw socket reader, another node's slab against raw NIXL. Spill: tokens
+per second of running streams while blocks are written down, against without.
+
+Regime: one machine; the demo model; greedy; `admission=always`; files in --folder (default: a temporary folder), whose
+disk is what "NVMe" means here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from benchmarks.bare_forward import BareForward
+from benchmarks.own_service import OwnService
+from benchmarks.redis_process import RedisProcess
+from benchmarks.result import Bound, print_result
+from benchmarks.tiers_recall import Recall, RecallBench, niceness_of
+from engine.weights import ensure_weights
+
+Figures = dict[str, float]
+
+RECALL_TARGETS = {"cpu": 1 / 10, "nvme": 1 / 6, "redis": 1 / 5}
+COLD_TARGET = 1.1
+THROUGHPUT_TARGETS = {"cpu": 0.7, "nvme": 0.8, "redis": 0.6, "remote": 0.8}
+
+
+@contextmanager
+def tiered_service(folder: Path, tier_gib: float) -> Iterator[OwnService]:
+    """A service with all tiers, and the Redis it uses."""
+    with RedisProcess(folder, persistent=True) as redis:
+        options = {
+            "threads": 1, "admission": "always", "cpu_tier_gib": tier_gib, "nvme_tier_gib": tier_gib,
+            "nvme_tier_folder": folder, "redis_url": redis.url, "redis_tier_gib": tier_gib,
+        }  # fmt: skip
+        with OwnService(folder, options) as service:
+            yield service
+
+
+def measure_recall(folder: Path, size: int, rounds: int) -> Figures:
+    """Every source in turn; prints the table."""
+    tokenizer = AutoTokenizer.from_pretrained(ensure_weights("demo"))
+    with tiered_service(folder, 1.0 + rounds * 0.25) as service:
+        with BareForward("demo", 1, niceness_of(service)) as bare:
+            bench = RecallBench(service, bare, tokenizer, size, rounds)
+            ratios = bench.cold()
+        bench.wait_written()
+        service.drop_pools()
+        bench.from_tier("cpu", "cpu")
+        bench.wait_written()
+        bench.from_tier("nvme", "nvme")
+        bench.wait_written()
+        bench.from_tier("redis", "redis")
+        bench.wait_written()
+        for source in ("nvme", "redis"):
+            service.stop()
+            service.start()
+            bench.from_tier(f"{source} after a restart", source)
+            bench.wait_written()
+    figures = {"cold_of_bare": round(statistics.median(ratios), 3)}
+    print(f"\ncold / bare transformers forward, {size} tokens: {figures['cold_of_bare']:.2f}")
+    return figures | print_recalls(list(bench.recalls.values()), size)
+
+
+def print_recalls(recalls: list[Recall], size: int) -> Figures:
+    print(f"\n{'from':<24}{'TTFT s':>8}{'of cold':>9}{'cached':>8}{'same tokens':>13}   {size} tokens")
+    figures: Figures = {}
+    for each in recalls:
+        ttft = statistics.median(each.ttft_s)
+        print(
+            f"{each.source:<24}{ttft:>8.2f}{each.ratio:>9.3f}{min(each.cached):>8}{sum(each.same):>8}/{len(each.same)}"
+        )
+        key = each.source.replace(" after a restart", "_restarted").replace(" ", "_")
+        figures[f"ttft_s_{key}"] = round(ttft, 3)
+        figures[f"ttft_of_cold_{key}"] = round(each.ratio, 4)
+        figures[f"same_{key}"] = sum(each.same) / len(each.same)
+        figures[f"cached_share_{key}"] = round(min(each.cached) / size, 3)
+    return figures
+
+
+def targets_of(figures: Figures) -> dict[str, Bound]:
+    """The targets of the issue that this run can judge."""
+    targets: dict[str, Bound] = {}
+    if "cold_of_bare" in figures:
+        targets["cold_of_bare"] = {"at_most": COLD_TARGET}
+    for name in figures:
+        kind, _, source = name.partition("_of_cold_")
+        if kind == "ttft" and source:
+            tier = "cpu" if source in ("cpu", "another_node") else source.partition("_")[0]
+            targets[name] = {"at_most": round(RECALL_TARGETS[tier], 4)}
+        if name.startswith("same_"):
+            targets[name] = {"at_least": 1.0}
+    for tier, bound in THROUGHPUT_TARGETS.items():
+        if f"{tier}_of_ceiling" in figures:
+            targets[f"{tier}_of_ceiling"] = {"at_least": bound}
+    if "step_slowdown_while_spilling" in figures:
+        targets["step_slowdown_while_spilling"] = {"at_most": 1.05}
+    return targets
+
+
+def main() -> None:
+    """Prints the tables, then one JSON line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one document, short measurements")
+    parser.add_argument("--size", type=int, default=6144, help="tokens of a document")
+    parser.add_argument("--rounds", type=int, help="documents; default 3, 1 with --quick")
+    parser.add_argument("--folder", type=Path, help="where the NVMe tier's files go")
+    parser.add_argument("--only", choices=["recall", "throughput", "spill"])
+    options = parser.parse_args()
+    began = time.monotonic()
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=options.folder) as folder:
+        if options.only in (None, "recall"):
+            rounds = options.rounds or (1 if options.quick else 3)
+            figures |= measure_recall(Path(folder), options.size, rounds)
+    figures["run_s"] = round(time.monotonic() - began)
+    print_result(
+        "tiers",
+        f"one machine, one thread per replica, {options.size} tokens, {'quick' if options.quick else 'whole'} run",
+        "cold prompt; bare transformers forward; memcpy, fio, raw socket, raw NIXL",
+        figures,
+        targets_of(figures),
+    )
+
+
+if __name__ == "__main__":
+    main()
