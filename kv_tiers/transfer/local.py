@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from typing_extensions import override
 
 from kv_tiers.transfer.staged import StagedEndpoint
 from kv_tiers.transfer.staging import StagingArena
-from kv_tiers.transfer.ticket import PeerId, Ticket
+from kv_tiers.transfer.ticket import PeerId
 from kv_tiers.transfer.wire import Read, Span, Step, Wire
 
 
@@ -75,10 +76,10 @@ class _LocalRead:
     network.
     """
 
-    def __init__(self, source: LocalWire | None, spans: Sequence[Span], arena: StagingArena) -> None:
+    def __init__(self, source: LocalWire | None, spans: Sequence[Span], memory: torch.Tensor) -> None:
         self._source = source
         self._spans = spans
-        self._arena = arena
+        self._memory = memory
         self._final: Step | None = None
 
     def state(self) -> Step:
@@ -89,14 +90,14 @@ class _LocalRead:
             elif source.frozen:
                 return Step.PENDING
             else:
-                self._final = self._copy(source.arena)
+                self._final = self._copy(source.memory)
         return self._final
 
-    def _copy(self, source: StagingArena) -> Step:
+    def _copy(self, source: torch.Tensor) -> Step:
         for remote, local, nbytes in self._spans:
-            if remote + nbytes > source.size:
+            if remote + nbytes > len(source):
                 return Step.FAILED
-            self._arena.memory[local : local + nbytes].copy_(source.memory[remote : remote + nbytes])
+            self._memory[local : local + nbytes].copy_(source[remote : remote + nbytes])
         return Step.DONE
 
     def close(self) -> None:
@@ -104,12 +105,12 @@ class _LocalRead:
 
 
 class LocalWire(Wire):
-    """`Wire` within one process."""
+    """`Wire` within one process, over uint8 `memory`."""
 
-    def __init__(self, name: str, arena: StagingArena, fabric: LocalFabric) -> None:
+    def __init__(self, name: str, memory: torch.Tensor, fabric: LocalFabric) -> None:
         self.incarnation = secrets.randbits(64)
         self.metadata = b""
-        self.arena = arena
+        self.memory = memory
         self.dead = False
         self.frozen = False
         self._name = name
@@ -122,12 +123,12 @@ class LocalWire(Wire):
         return offset
 
     @override
-    def connect(self, ticket: Ticket) -> Step:
-        return Step.LOST if self._fabric.find(ticket.peer) is None else Step.DONE
+    def connect(self, peer: PeerId, metadata: bytes) -> Step:
+        return Step.LOST if self._fabric.find(peer) is None else Step.DONE
 
     @override
     def read(self, peer: PeerId, spans: Sequence[Span]) -> Read:
-        return _LocalRead(self._fabric.find(peer), spans, self.arena)
+        return _LocalRead(self._fabric.find(peer), spans, self.memory)
 
     @override
     def send(self, peer: PeerId, message: bytes) -> Step:
@@ -164,4 +165,4 @@ class LocalEndpoint(StagedEndpoint):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         arena = StagingArena(arena_bytes)
-        super().__init__(name, arena, LocalWire(name, arena, fabric), clock)
+        super().__init__(name, arena, LocalWire(name, arena.memory, fabric), clock)

@@ -274,7 +274,7 @@ class Puller:
             peer = self._join(ticket.peer)
             if peer is not None:
                 return peer, Step.DONE
-            step = self._wire.connect(ticket)
+            step = self._wire.connect(ticket.peer, ticket.metadata)
             if step is not Step.DONE:
                 return None, step
             with self._lock:

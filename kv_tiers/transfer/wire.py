@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kv_tiers.transfer.ticket import PeerId, Ticket
+from kv_tiers.transfer.ticket import PeerId
 
 
 class Step(Enum):
@@ -51,14 +51,14 @@ class Wire(Protocol):
     """Random 64-bit number of this life of the endpoint."""
 
     metadata: bytes
-    """What a peer needs to connect; travels in every ticket."""
+    """What a peer needs to connect; travels in every ticket and loan."""
 
     def address(self, offset: int) -> int:
         """What peers call the arena's byte `offset`."""
         ...
 
-    def connect(self, ticket: Ticket) -> Step:
-        """Make `ticket.peer` known: DONE, LOST or FAILED. Takes up to 0.1 s; never called twice at once."""
+    def connect(self, peer: PeerId, metadata: bytes) -> Step:
+        """Make a peer known by its wire's `metadata`: DONE, LOST or FAILED. Up to 0.1 s; never called twice at once."""
         ...
 
     def read(self, peer: PeerId, spans: Sequence[Span]) -> Read:

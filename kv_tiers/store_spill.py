@@ -1,0 +1,239 @@
+"""The write-down: copies of blocks go from the CPU slab to the tiers below, before they are evicted.
+
+A block is written once at most, and only while a lease holds it, so what lies under a key is that key's block. Nothing
+waits for the write-down: a block that has to leave earlier is lost, which costs a recompute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from kv_tiers.books import SlotBooks
+from kv_tiers.keys import BlockKey
+from kv_tiers.store_ports import DirectoryPort, SpillCounters, joined
+from kv_tiers.tier import BlockMemory, Stored, Tier
+from policies.tiering import Admission
+
+BATCH_BYTES = 8 << 20
+"""One `put`. Small: between two of them the machine is left to others."""
+
+OWNER = "store:spill"
+
+_LOW_SHARE = 1 / 4
+"""Share of the slots that is to be free, or copied already, at any time."""
+
+_AGAIN_S = 30.0
+"""After so long a block that was refused is looked at again."""
+
+_LEAST_PAUSE, _MOST_PAUSE, _LONGEST_PAUSE_S = 0.25, 4.0, 1.0
+"""Pause after a batch: so many times its own duration, the more the busier the machine; a second at most."""
+
+_KEPT = (Stored.STORED, Stored.PRESENT)
+
+
+class Spill:
+    """The write-down of one store. `start` begins it, `nudge` says that something changed in the slab."""
+
+    def __init__(
+        self,
+        books: SlotBooks,
+        memory: BlockMemory,
+        lower: Sequence[Tier],
+        directory: DirectoryPort,
+        admission: Admission[BlockKey],
+        clock: Callable[[], float],
+        *,
+        at_once: bool,
+        idle_share: Callable[[], float],
+        tenant_of: Callable[[BlockKey], str | None],
+    ) -> None:
+        """`lower`, the fastest first, is looked at anew each time. `at_once`: everything is written as soon as it is
+        visible; otherwise what `admission` finds worth it, when it is among the next to be evicted. `idle_share`: the
+        part of the machine that nobody uses now, 0 to 1.
+        """
+        self._books = books
+        self._memory = memory
+        self._lower = lower
+        self._directory = directory
+        self._admission = admission
+        self._clock = clock
+        self._at_once = at_once
+        self._idle_share = idle_share
+        self._tenant_of = tenant_of
+        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
+        self._settled: OrderedDict[BlockKey, float] = OrderedDict()  # not to be looked at again before
+        self._low = max(1, int(books.slots * _LOW_SHARE))
+        self._batch = max(1, BATCH_BYTES // books.slot_bytes)
+        self._work = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._rushing = 0
+        self._task: asyncio.Task[None] | None = None
+        self.counters = SpillCounters()
+
+    @property
+    def queued(self) -> int:
+        """Blocks that wait for their write-down, protected from eviction as long as anything else can go."""
+        return len(self._queue)
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin; → the background task, for whoever must notice its failure. Needs a running event loop."""
+        self._task = asyncio.create_task(self._run())
+        return self._task
+
+    async def close(self) -> None:
+        """Stop; what is queued is given up."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Forget what is queued: there is nowhere to write it to."""
+        self._books.unprotect(tuple(self._queue))
+        self._queue.clear()
+
+    def nudge(self) -> None:
+        """Room became scarcer, or a lower tier came."""
+        if self._lower:
+            self._work.set()
+
+    def visible(self, keys: Iterable[BlockKey]) -> None:
+        """A request's blocks were written to the slab just now."""
+        if self._at_once and self._lower:
+            self._enqueue([key for key in keys if not self._has_all(key)])
+        self.nudge()
+
+    def accessed(self, chain: Iterable[BlockKey]) -> None:
+        """A request had these blocks: what was said of them may be wrong now."""
+        if self._settled:
+            for key in chain:
+                self._settled.pop(key, None)
+
+    async def write_down(self, keys: Sequence[BlockKey] = ()) -> None:
+        """Return when these blocks, whatever admission says, and all that is queued have been written or refused."""
+        if not self._lower:
+            return
+        self._enqueue([key for key in keys if self._books.holds(key) and not self._has_all(key)])
+        self._rushing += 1
+        try:
+            while self._queue:
+                await self._write_batch()
+            async with self._writing:  # what the background task took before us
+                pass
+        finally:
+            self._rushing -= 1
+
+    def check(self) -> None:
+        """The queue is bounded."""
+        assert len(self._queue) <= self._books.slots
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            await self._choose()
+            while self._queue and self._lower:
+                began = self._clock()
+                await self._write_batch()
+                await self._rest(self._clock() - began)
+
+    async def _rest(self, seconds: float) -> None:
+        """Leave the machine to others, in proportion to what a batch took."""
+        busy = 1.0 - min(1.0, max(0.0, self._idle_share()))
+        ratio = _LEAST_PAUSE + (_MOST_PAUSE - _LEAST_PAUSE) * busy * busy
+        await asyncio.sleep(0 if self._rushing else min(seconds * ratio, _LONGEST_PAUSE_S))
+
+    async def _choose(self) -> None:
+        """Queue those of the next to be evicted that would be lost and are worth a write."""
+        needed = self._low - self._books.stats().free
+        if needed <= 0 or not self._lower:
+            return
+        now = self._clock()
+        cold = [key for key in self._books.coldest(needed) if not self._is_settled(key, now)]
+        if not cold:
+            return
+        copies = await self._directory.copies(joined(cold))
+        sole = []
+        for place, key in enumerate(cold):
+            # The directory counts our own slab as well.
+            if place < len(copies) and copies[place] > 1:
+                self.counters.copied_elsewhere += 1
+                self._settle(key, now)
+            else:
+                sole.append(key)
+        worthy = []
+        for key, worth in zip(sole, self._admission.worth(sole, now), strict=True):
+            if worth:
+                worthy.append(key)
+            else:
+                self.counters.unworthy += 1
+                self._settle(key, now)
+        # Heads first: a tier below that has room for a part of a chain should have its beginning.
+        self._enqueue([key for key in reversed(worthy) if self._books.holds(key)])
+
+    def _is_settled(self, key: BlockKey, now: float) -> bool:
+        return key in self._queue or self._settled.get(key, now) > now or self._has_any(key)
+
+    def _settle(self, key: BlockKey, now: float) -> None:
+        self._settled[key] = now + _AGAIN_S
+        self._settled.move_to_end(key)
+        while len(self._settled) > self._books.slots:
+            self._settled.popitem(last=False)
+
+    def _has_any(self, key: BlockKey) -> bool:
+        return any(tier.longest_run([key]) for tier in self._lower)
+
+    def _has_all(self, key: BlockKey) -> bool:
+        return all(tier.longest_run([key]) for tier in self._lower)
+
+    def _enqueue(self, keys: Sequence[BlockKey]) -> None:
+        new = [key for key in keys if key not in self._queue]
+        self._books.protect(new)
+        self._queue.update(dict.fromkeys(new))
+        lost = []
+        while len(self._queue) > self._books.slots:
+            lost.append(self._queue.popitem(last=False)[0])
+        self._books.unprotect(lost)
+        self.counters.overflowed += len(lost)
+
+    async def _write_batch(self) -> None:
+        """Write the first of the queue to every tier that does not have them."""
+        async with self._writing:
+            batch: list[BlockKey] = []
+            while self._queue and len(batch) < self._batch:
+                batch.append(self._queue.popitem(last=False)[0])
+            began = self._clock()
+            lease = self._books.prepare_copy(batch, OWNER)
+            try:  # the lease keeps the slots from being refilled
+                places = {entry.key: entry.offset for entry in lease.entries}
+                kept: set[BlockKey] = set()
+                for tier in tuple(self._lower):
+                    if tier in self._lower:  # not let go of meanwhile
+                        kept |= await self._put(tier, places)
+                for key in places.keys() - kept:
+                    self._settle(key, self._clock())
+            finally:
+                self._books.complete_read(lease.id)
+                self._books.unprotect(batch)
+                self.counters.seconds += self._clock() - began
+
+    async def _put(self, tier: Tier, places: dict[BlockKey, int]) -> set[BlockKey]:
+        """Hand what the tier does not have to it, one tenant after the other; → what it has afterwards."""
+        kept = {key for key in places if tier.longest_run([key])}
+        by_tenant: dict[str | None, list[BlockKey]] = {}
+        for key in places:
+            if key not in kept:
+                by_tenant.setdefault(self._tenant_of(key), []).append(key)
+        for tenant, keys in by_tenant.items():
+            views = [self._memory.view(places[key], self._books.slot_bytes) for key in keys]
+            answers = await tier.put(keys, views, tenant=tenant)
+            kept.update(key for key, answer in zip(keys, answers, strict=True) if answer in _KEPT)
+            stored = answers.count(Stored.STORED)
+            self.counters.written += stored
+            self.counters.nbytes += stored * self._books.slot_bytes
+            self.counters.refused += answers.count(Stored.NO_ROOM)
+            self.counters.failed += answers.count(Stored.FAILED)
+        return kept
