@@ -11,7 +11,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from deployments.node import Attachment
-from kv_tiers.directory import Located
 from kv_tiers.keys import BlockKey
 from kv_tiers.slab import Slab
 from kv_tiers.tier import ReadLease, WriteLease
@@ -32,34 +31,26 @@ class Wait(Protocol):
 class AgentTier:
     """`BlockStore` and block memory of this node's agent, for worker threads of a replica.
 
-    What cannot be asked is a miss. Reads ask the directory first (a batch), so that a prompt nobody has seen costs no
-    pin. An agent that restarted has a new slab: it is attached when no lease of the old one is open any more, and
-    until then everything is a miss. Calls block for at most `CALL_S` seconds each; a lease that comes later is ended
-    when it comes.
+    What cannot be asked is a miss. An agent that restarted has a new slab: it is attached when no lease of the old one
+    is open any more, and until then everything is a miss. Calls block for at most `CALL_S` seconds each, and a read for
+    what its blocks are worth on top; a lease that comes later is ended when it comes.
     """
 
     CALL_S = 5.0
+    START_S = 60.0
+    """Longest that a new agent may take to start; a replica that is made waits for it."""
 
-    def __init__(
-        self,
-        agent: Callable[[], ActorHandle],
-        directory: Callable[[], ActorHandle],
-        node: str,
-        owner: str,
-        wait: Wait = ray.get,
-    ) -> None:
-        """`agent` and `directory` find the actor, or make it when there is none."""
+    def __init__(self, agent: Callable[[], ActorHandle], owner: str, wait: Wait = ray.get) -> None:
+        """`agent` finds the actor, or makes it when there is none. `owner`: this replica, as leases name it."""
         self._wait = wait
-        self._find_agent, self._find_directory = agent, directory
+        self._find_agent = agent
         self._agent = agent()
-        self._directory = directory()
-        self._node = node
         self._owner = owner
         self._lock = threading.Lock()
         self._open = 0
         self._slab: Slab | None = None
         self._incarnation = 0
-        self._attach()
+        self._attach(self.START_S)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the slab that open leases refer to."""
@@ -67,15 +58,14 @@ class AgentTier:
         return self._slab.view(offset, nbytes)
 
     def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
-        located = self._locate(keys)
-        if located is None or not any(run.node == self._node for run in located.node_runs):
-            return _NOTHING_READ
-
         def end(agent: ActorHandle, incarnation: int, lease: ReadLease) -> None:
             agent.complete_read.remote(incarnation, lease.id)
 
         return self._prepare(
-            lambda agent, incarnation: agent.prepare_read.remote(incarnation, keys, owner), end, _NOTHING_READ
+            lambda agent, incarnation: agent.prepare_read.remote(incarnation, keys, owner, worth_s),
+            end,
+            _NOTHING_READ,
+            self.CALL_S + worth_s,
         )
 
     def complete_read(self, lease_id: int) -> None:
@@ -88,9 +78,10 @@ class AgentTier:
             agent.complete_write.remote(incarnation, lease.id, ())
 
         return self._prepare(
-            lambda agent, incarnation: agent.prepare_write.remote(incarnation, keys, owner),
+            lambda agent, incarnation: agent.prepare_write.remote(incarnation, keys, owner, tenant),
             end,
             WriteLease(_NO_LEASE, (), (), (), tuple(keys)),
+            self.CALL_S,
         )
 
     def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
@@ -101,20 +92,14 @@ class AgentTier:
         return visible
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
-        self._ask(self._directory.forget.remote(self._node, keys), 0)
         return self._ask(self._agent.drop.remote(self._incarnation, keys), 0)
-
-    def _locate(self, keys: Sequence[BlockKey]) -> Located | None:
-        located: Located | None = self._ask(self._directory.locate.remote(keys), None)
-        if located is None:
-            self._directory = self._find_directory()
-        return located
 
     def _prepare(
         self,
         call: Callable[[ActorHandle, int], ray.ObjectRef],
         end: Callable[[ActorHandle, int, Lease], None],
         nothing: Lease,
+        within_s: float,
     ) -> Lease:
         """A lease of the agent's present life, or `nothing`; `end` ends one that came too late to be used."""
         with self._lock:
@@ -123,9 +108,9 @@ class AgentTier:
         reference = call(agent, incarnation)
         answer: Lease | None = None
         try:
-            answer = self._wait(reference, timeout=self.CALL_S)
+            answer = self._wait(reference, timeout=within_s)
         except GetTimeoutError:
-            _log.warning("the node agent did not answer within %g s; taken as a miss", self.CALL_S)
+            _log.warning("the node agent did not answer within %g s; taken as a miss", within_s)
 
             def outwait() -> None:
                 late: Lease | None = None
@@ -146,17 +131,19 @@ class AgentTier:
         with self._lock:
             self._open -= 1
             if not self._open:
-                self._attach()
+                self._attach(self.CALL_S)
         return nothing
 
     def _closed(self) -> None:
         with self._lock:
             self._open -= 1
 
-    def _attach(self) -> None:
+    def _attach(self, within_s: float) -> None:
         """Map the slab of the agent's present life; a failure leaves the old one, and everything a miss."""
         self._agent = self._find_agent()
-        found: Attachment | None = self._ask(self._agent.attach.remote(self._owner, os.getpid()), None)
+        found: Attachment | None = self._ask(
+            self._agent.attach.remote(self._owner, os.getpid()), None, within_s
+        )
         if found is None or found.incarnation == self._incarnation:
             return
         try:
@@ -168,12 +155,12 @@ class AgentTier:
             self._slab.close()
         self._slab, self._incarnation = slab, found.incarnation
 
-    def _ask(self, reference: ray.ObjectRef, otherwise: Answer) -> Answer:
+    def _ask(self, reference: ray.ObjectRef, otherwise: Answer, within_s: float | None = None) -> Answer:
         try:
-            answer: Answer = self._wait(reference, timeout=self.CALL_S)
+            answer: Answer = self._wait(reference, timeout=within_s or self.CALL_S)
             return answer
         except RayError as error:
-            _log.warning("node agent or directory: %s; taken as a miss", type(error).__name__)
+            _log.warning("node agent: %s; taken as a miss", type(error).__name__)
             return otherwise
 
 

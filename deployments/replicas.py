@@ -2,34 +2,35 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
-import ray
 import torch
 from fastapi import FastAPI
 from ray import serve
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.agent_tier import AgentTier
 from deployments.api.application import build_application
-from deployments.api.backend import Readiness
+from deployments.api.backend import BlockIdentity, Readiness
 from deployments.config import GIB, AppArgs, resolve
 from deployments.decode_service import DecodeService
-from deployments.directory import directory_actor
+from deployments.directory import DirectoryClient
 from deployments.logs import configure_logs
 from deployments.node import node_agent
+from deployments.node_options import NodeOptions
 from deployments.prefill_service import PrefillService
 from deployments.reply import PrefillReply
 from deployments.served_model import model_card, tokenizer_of
 from deployments.shipping import choose_transport, open_endpoint, staging_bytes
 from deployments.telemetry import report_for_ever, require_running
+from deployments.tier_control import FanOut, RemoteAgent
+from deployments.tier_options import without_effect
 from engine.batch import DecodeEngine
 from engine.environment import refuse_foreign_kernels
-from engine.errors import Overloaded, ReplicaLost
+from engine.errors import ModelUnavailable, Overloaded, ReplicaLost
 from engine.model import Model, load_model
 from engine.pool import PagePool, pool_page_bytes
 from engine.prefill import PrefillEngine
@@ -39,6 +40,7 @@ from engine.text import TokenPieces
 from engine.weights import ensure_weights
 
 _log = logging.getLogger("kvtide.replica")
+_IDENTITY_S = 10.0
 
 
 def _open_model(args: AppArgs) -> tuple[Model, int]:
@@ -93,17 +95,10 @@ class Prefill:
         await self._service.close()
 
     async def _prefix(self, args: AppArgs, model: Model, application: str, name: str) -> PrefixCache | None:
-        nbytes = int(args.cpu_tier_gib * GIB)
-        if nbytes < model.spec.blocks.nbytes:
+        options = NodeOptions.of(application, args, model.spec.blocks.nbytes)
+        if options is None:
             return None
-        node = ray.get_runtime_context().get_node_id()
-        tier = await asyncio.to_thread(
-            AgentTier,
-            lambda: node_agent(application, model.spec.blocks.nbytes, nbytes, args.cpu_tier_folder),
-            lambda: directory_actor(application),
-            node,
-            name,
-        )
+        tier = await asyncio.to_thread(AgentTier, lambda: node_agent(options), name)
         return PrefixCache(model.spec, tier, tier, name)
 
 
@@ -151,6 +146,7 @@ class Decode:
             attempts=args.attempts,
             waiting_bytes=int(args.waiting_gib * GIB),
         )
+        self._identity = BlockIdentity(spec.fingerprint, spec.blocks.block_tokens, spec.blocks.nbytes)
         self._telling = asyncio.create_task(report_for_ever(application, name, self._service.stats))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
@@ -160,6 +156,10 @@ class Decode:
                 yield batch
         finally:
             await stream.aclose()
+
+    async def identity(self) -> BlockIdentity:
+        """For the gateway, which has no weights: prefill replicas load the same model and so make the same keys."""
+        return self._identity
 
     async def check_health(self) -> None:
         self._service.health()
@@ -173,12 +173,11 @@ class Decode:
 class DecodePool:
     """`Backend` over the decode deployment's handle."""
 
-    def __init__(self, handle: DeploymentHandle, attempts: int, directory: Callable[[], ActorHandle]) -> None:
-        """`directory` finds the directory actor, or makes it when there is none."""
+    def __init__(self, handle: DeploymentHandle, attempts: int, directory: DirectoryClient) -> None:
+        self._plain = handle
         self._handle = handle.options(stream=True)
         self._attempts = attempts
-        self._find_directory = directory
-        self._directory = directory()
+        self._directory = directory
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
         """Events of the decode replica; one that is lost before its first event is replaced unseen."""
@@ -203,7 +202,7 @@ class DecodePool:
 
     async def ready(self) -> Readiness:
         """Ready when a replica of each pool has reported within its lease."""
-        reports = await self.stats()
+        reports = (await self._directory.stats()).reports
         counts = {
             pool: sum(name.startswith(f"{pool}:") for name in reports) for pool in ("Prefill", "Decode")
         }
@@ -211,13 +210,28 @@ class DecodePool:
         return Readiness(all(counts.values()), detail)
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        try:
-            stats = await self._directory.stats.remote()
-        except RayError:
-            self._directory = self._find_directory()
-            stats = await self._directory.stats.remote()
-        directory = {"directory_nodes": float(stats.nodes), "directory_blocks": float(stats.keys)}
+        stats = await self._directory.stats()
+        if not stats.epoch:
+            raise ModelUnavailable("the directory does not answer")
+        directory = {
+            "directory_nodes": float(stats.nodes),
+            "directory_blocks": float(stats.keys),
+            **{f"directory_{tier}_entries": float(entries) for tier, entries in stats.tiers.items()},
+        }
         return {**stats.reports, "directory": directory}
+
+    async def identity(self) -> BlockIdentity:
+        """Of the model that a decode replica has loaded. Raises `ModelUnavailable` or `Overloaded`."""
+        try:
+            async with asyncio.timeout(_IDENTITY_S):
+                identity: BlockIdentity = await self._plain.identity.remote()
+                return identity
+        except BackPressureError as error:
+            raise Overloaded("the decode pool's queue is full") from error
+        except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
+            raise ModelUnavailable(
+                f"no decode replica says what it serves: {type(error).__name__}"
+            ) from error
 
 
 @serve.ingress()
@@ -228,10 +242,21 @@ class Gateway:
         configure_logs(args.log_level)
         application, _ = _replica()
         self._args = args
-        self._backend = DecodePool(decode, args.attempts, lambda: directory_actor(application))
+        directory = DirectoryClient(application, args.directory_shards)
+        self._backend = DecodePool(decode, args.attempts, directory)
+        self._tiers = FanOut(
+            directory,
+            RemoteAgent.find,
+            self._backend.identity,
+            configured=[plan.tier for plan in resolve(args).tiers],
+            shards=args.directory_shards,
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         card = model_card(self._args)
         for warning in card.recipes.warnings:
             _log.warning("default recipe: %s", warning)
-        return build_application(self._backend, card, self._args.api_settings(), answer_request_ids=False)
+        for warning in without_effect(self._args):
+            _log.warning("%s", warning)
+        settings = self._args.api_settings()
+        return build_application(self._backend, card, settings, tiers=self._tiers, answer_request_ids=False)

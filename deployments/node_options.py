@@ -1,0 +1,59 @@
+"""What decides a node agent's tiers: agents with other options are other agents, under other actor names."""
+
+import hashlib
+from dataclasses import astuple, dataclass, field
+from typing import Literal
+
+from deployments.config import GIB, AppArgs
+
+PAGE = 4096
+"""Slots are whole pages: what lies in one can be read from and written to a disk past the page cache."""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Sizes in bytes; 0 and None: without that tier. `slot_bytes` is a multiple of `PAGE`."""
+
+    application: str
+    slot_bytes: int
+    cpu_bytes: int
+    cpu_folder: str | None = None
+    nvme_bytes: int = 0
+    nvme_folder: str | None = None
+    redis_url: str | None = field(default=None, repr=False)  # may hold a password
+    redis_bytes: int = 0
+    redis_packing: Literal["none", "zstd"] = "none"
+    policy: Literal["reuse", "lru"] = "reuse"
+    admission: Literal["auto", "always", "second_use", "never"] = "auto"
+    ttl_s: float | None = None
+    tenant_share: float = 1.0
+    directory_shards: int = 1
+
+    @classmethod
+    def of(cls, application: str, args: AppArgs, block_bytes: int) -> "NodeOptions | None":
+        """For blocks of that size; None where the CPU tier has no room for one: no prefix reuse."""
+        slot_bytes = -(-block_bytes // PAGE) * PAGE
+        cpu_bytes = int(args.cpu_tier_gib * GIB)
+        if cpu_bytes < slot_bytes:
+            return None
+        return cls(
+            application=application,
+            slot_bytes=slot_bytes,
+            cpu_bytes=cpu_bytes,
+            cpu_folder=args.cpu_tier_folder,
+            nvme_bytes=int(args.nvme_tier_gib * GIB),
+            nvme_folder=args.nvme_tier_folder,
+            redis_url=None if args.redis_url is None else args.redis_url.get_secret_value(),
+            redis_bytes=int(args.redis_tier_gib * GIB),
+            redis_packing=args.redis_tier_packing,
+            policy=args.tier_policy,
+            admission=args.admission,
+            ttl_s=args.tier_ttl_s,
+            tenant_share=args.tenant_share,
+            directory_shards=args.directory_shards,
+        )
+
+    def actor_name(self, node: str) -> str:
+        """Of the agent of that node with these options. Shows none of them: a URL may hold a password."""
+        digest = hashlib.blake2b(repr(astuple(self)).encode(), digest_size=8).hexdigest()
+        return f"{self.application}:node:{node}:{digest}"
