@@ -14,6 +14,7 @@ from engine.model import ModelSpec
 from engine.request import GenerationRequest
 from engine.workspace import Workspace
 from kv_tiers.block import BlockFault, BlockHeader, open_block, read_layer_run, write_run
+from kv_tiers.block_copy import BlockViews
 from kv_tiers.keys import BlockKey, block_keys
 from kv_tiers.tier import BlockMemory, BlockStore, Entry, ReadLease
 
@@ -155,7 +156,7 @@ class PrefixCache:
                 break
             views.append(view)
             headers.append(header)
-        return FoundRun(lease.id, views, headers, [entry.key for entry in lease.entries], faulty)
+        return FoundRun(lease.id, BlockViews(views), headers, [entry.key for entry in lease.entries], faulty)
 
     def _drop(self, faulty: BlockKey | None) -> None:
         if faulty is not None:

@@ -57,10 +57,35 @@ HIGHEST = [
     *(c_void_p, c_void_p, c_void_p, c_void_p),  # out, values, positions, counts
     *(c_int64, c_int64, c_int),  # heads, slots, threads
 ]
+CHECK_BLOCKS = [
+    *(c_void_p, c_void_p, c_int64),  # addresses of sources, of targets or null, blocks
+    *(
+        c_void_p,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_void_p,
+    ),  # offsets, sizes, parts, checksums, whether they are right
+]
+BLOCK_RUN = [
+    *(
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_int64,
+    ),  # slots, blocks, offset, heads, tokens, bytes per row
+    *(c_void_p, c_int64, c_int64),  # checksums, the first and their stride
+    *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),  # k and v with their strides in bytes
+]
+COPY = [c_void_p, c_void_p, c_int64, c_int64]
+XXH3 = [c_void_p, c_int64]
 STATUS = (
     "",
     "a row outside the tables",
     "a length or start outside the pages",
     "a page outside the pool",
     "an observed length outside the mass, or an unknown reduce code",
+    "no memory",
 )

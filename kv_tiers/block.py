@@ -22,16 +22,17 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 
-from kv_tiers.keys import BlockKey, Fingerprint
+from kv_tiers import block_copy
+from kv_tiers.block_copy import BlockViews, Buffer, LayerPlace, Parts, check_rows, flat_bytes
+from kv_tiers.keys import DIGEST_BYTES, BlockKey, Fingerprint
 
 MAGIC = b"kvtideBK"
 FORMAT_VERSION = 1
@@ -45,11 +46,7 @@ _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 _MAX_LAYERS = 4096
 _MAX_DIMENSION = 1 << 20
 _CHECKSUM_BYTES = 8
-# Staging per step of a run: small enough to stay in a core's cache between copying, checking and scattering.
-_SCRATCH_BYTES = 512 * 1024
-
-Buffer: TypeAlias = memoryview | bytearray | np.ndarray
-"""Flat writable bytes: a slab view, a bytearray or a uint8 array."""
+_FIELDS_BYTES = 32  # before the fingerprint
 
 
 class BlockFault(Enum):
@@ -135,6 +132,31 @@ class BlockLayout:
         return self._layer_offsets[layer] + head * self._head_bytes(layer)
 
     @functools.cached_property
+    def parts(self) -> Parts:
+        """Offsets and sizes of the layers."""
+        sizes = [self.layer_bytes(layer) for layer in range(len(self.layers))]
+        return Parts.of(self._layer_offsets, sizes)
+
+    @functools.cached_property
+    def places(self) -> tuple[LayerPlace, ...]:
+        """Where each layer lies."""
+        return tuple(
+            LayerPlace(
+                layer, self.layer_offset(layer), self.layer_bytes(layer), heads, self.block_tokens, dim
+            )
+            for layer, (heads, dim) in enumerate(self.layers)
+        )
+
+    @functools.cached_property
+    def _header_ends(self) -> tuple[bytes, bytes]:
+        """What stands in a header before the fingerprint, and between key and checksums."""
+        rows = zip(self.first_heads, self.layers, strict=True)
+        table = b"".join(_TABLE_ROW.pack(first, heads, dim) for first, (heads, dim) in rows)
+        code, sizes = _DTYPE_CODES[self.dtype], (self.header_bytes, self.payload_bytes)
+        fields = (FORMAT_VERSION, code, _CODEC_AS_COMPUTED, *sizes, self.block_tokens, len(self.layers))
+        return _PREFIX.pack(MAGIC, *fields, b"", b"")[:_FIELDS_BYTES], table
+
+    @functools.cached_property
     def _layer_offsets(self) -> tuple[int, ...]:
         sizes = (self.layer_bytes(layer) for layer in range(len(self.layers) - 1))
         return tuple(accumulate(sizes, initial=self.header_bytes))
@@ -142,19 +164,35 @@ class BlockLayout:
     def _head_bytes(self, layer: int) -> int:
         return 2 * self.block_tokens * self.layers[layer][1] * self.dtype.itemsize
 
-    def _layer_shape(self, layer: int) -> tuple[int, int, int, int]:
-        heads, dim = self.layers[layer]
-        return (heads, 2, self.block_tokens, dim)
 
-
-@dataclass(frozen=True)
-class BlockHeader:
-    """A verified private copy of a block's header. `checksums[l]` is the xxh3-64 of layer l's bytes."""
+class BlockHeader(NamedTuple):
+    """What a block's header says. `checksums`: the xxh3-64 of each layer's bytes, as they stand there (u64)."""
 
     fingerprint: Fingerprint
     key: BlockKey
     layout: BlockLayout
-    checksums: tuple[int, ...]
+    checksums: bytes
+
+
+class SealedHeader(NamedTuple):
+    """A verified private copy of a header, for those who do not need names for all of it."""
+
+    raw: bytes
+    layout: BlockLayout
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self.raw[_FIELDS_BYTES : _FIELDS_BYTES + DIGEST_BYTES]
+
+    @property
+    def key(self) -> bytes:
+        return self.raw[_PREFIX.size - DIGEST_BYTES : _PREFIX.size]
+
+    @property
+    def checksums(self) -> bytes:
+        layers = len(self.layout.layers)
+        start = _PREFIX.size + _TABLE_ROW.size * layers
+        return self.raw[start : start + _CHECKSUM_BYTES * layers]
 
 
 def write_block(
@@ -182,16 +220,20 @@ def write_run(
     Old headers are voided first and new ones written last: a write that dies half-way leaves no block.
     """
     assert len(bufs) == len(block_keys) and len(keys) == len(values) == len(layout.layers)
-    targets = [_flat(buf, layout) for buf in bufs]
+    targets = BlockViews([_flat(buf, layout) for buf in bufs])
     for target in targets:
         target[: len(MAGIC)] = bytes(len(MAGIC))
-    checksums: list[list[int]] = [[] for _ in targets]
-    for layer in range(len(layout.layers)):
-        _write_layer(targets, layout, layer, keys[layer], values[layer], checksums)
+    row = _CHECKSUM_BYTES * len(layout.layers)
+    checksums = bytearray(row * len(targets))
+    copies = block_copy.chosen()
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        check_rows(k, layout.places[layer], layout.dtype, len(targets))
+        check_rows(v, layout.places[layer], layout.dtype, len(targets))
+        copies.write_run(targets, layout.places[layer], checksums, k, v)
     padding = bytes(layout.nbytes - layout.header_bytes - layout.payload_bytes)
-    for target, key, sums in zip(targets, block_keys, checksums, strict=True):
+    for index, (target, key) in enumerate(zip(targets, block_keys, strict=True)):
         target[layout.nbytes - len(padding) :] = padding
-        header = _encode_header(layout, fingerprint, key, sums)
+        header = _encode_header(layout, fingerprint, key, checksums[index * row : (index + 1) * row])
         # The magic goes last, so that a reader who sees it sees the rest.
         target[len(MAGIC) : layout.header_bytes] = header[len(MAGIC) :]
         target[: len(MAGIC)] = MAGIC
@@ -199,7 +241,14 @@ def write_run(
 
 def read_header(buf: Buffer) -> BlockHeader | BlockFault:
     """Decode a header that may be anything at all; only lengths that fit `buf` are followed."""
-    view = flat_bytes(buf)
+    sealed = read_sealed_header(flat_bytes(buf))
+    if isinstance(sealed, BlockFault):
+        return sealed
+    return BlockHeader(Fingerprint(sealed.fingerprint), BlockKey(sealed.key), sealed.layout, sealed.checksums)
+
+
+def read_sealed_header(view: memoryview) -> SealedHeader | BlockFault:
+    """As `read_header`, for half the price."""
     if len(view) < _PREFIX.size or view[: len(MAGIC)] != MAGIC:
         return BlockFault.NOT_A_BLOCK
     _, version, dtype, codec, header_bytes, payload, tokens, layers, _, _ = _PREFIX.unpack_from(view)
@@ -208,37 +257,49 @@ def read_header(buf: Buffer) -> BlockHeader | BlockFault:
     if layers > _MAX_LAYERS or header_bytes > len(view) or header_bytes != _header_bytes(layers):
         return BlockFault.CORRUPT
     raw = bytes(view[:header_bytes])  # from here on only this copy: the slot may change under us
-    if xxhash.xxh3_64_intdigest(raw[:-_CHECKSUM_BYTES]) != int.from_bytes(raw[-_CHECKSUM_BYTES:], "little"):
+    if not _is_sealed(raw):
         return BlockFault.CORRUPT
     # Verified, so the fields are unpacked again from the copy.
-    magic, version, dtype, codec, size, payload, tokens, layers, digest, own = _PREFIX.unpack_from(raw)
+    magic, version, dtype, codec, size, payload, tokens, layers, _, _ = _PREFIX.unpack_from(raw)
     if magic != MAGIC or version != FORMAT_VERSION or size != header_bytes or codec != _CODEC_AS_COMPUTED:
         return BlockFault.CORRUPT
-    table_end = _PREFIX.size + _TABLE_ROW.size * layers
-    layout = _decode_layout(dtype, tokens, raw[_PREFIX.size : table_end])
+    layout = _decode_layout(dtype, tokens, raw[_PREFIX.size : _PREFIX.size + _TABLE_ROW.size * layers])
     if isinstance(layout, BlockFault):
         return layout
     if layout.payload_bytes != payload or layout.nbytes > len(view):
         return BlockFault.CORRUPT
-    checksums = struct.unpack_from(f"<{layers}Q", raw, table_end)
-    return BlockHeader(Fingerprint(digest), BlockKey(own), layout, checksums)
+    return SealedHeader(raw, layout)
 
 
 def open_block(
     buf: Buffer, layout: BlockLayout, fingerprint: Fingerprint, key: BlockKey
 ) -> BlockHeader | BlockFault:
     """The header, if `buf` holds exactly this block; otherwise why not. No payload byte is read."""
-    header = read_header(buf)
+    view = flat_bytes(buf)
+    raw = bytes(view[: layout.header_bytes])
+    front, table = layout._header_ends
+    rest = _PREFIX.size + len(table)
+    expected = b"".join((front, fingerprint.digest, key.digest, table))
+    if len(view) >= layout.nbytes and raw[:rest] == expected and _is_sealed(raw):
+        checksums = raw[rest : rest + _CHECKSUM_BYTES * len(layout.layers)]
+        return BlockHeader(fingerprint, key, layout, checksums)
+    return _why_not(view, layout, fingerprint, key)
+
+
+def _why_not(
+    view: memoryview, layout: BlockLayout, fingerprint: Fingerprint, key: BlockKey
+) -> BlockHeader | BlockFault:
+    """What is wrong with a block that was not as expected. It may have become what is expected meanwhile."""
+    header = read_header(view)
     if isinstance(header, BlockFault):
         return header
     if header.fingerprint != fingerprint:
         return BlockFault.FINGERPRINT
     if header.key != key:
         return BlockFault.KEY
-    if header.layout == layout:
-        # The caller's own object, so that comparing again for every layer is an identity check.
-        return replace(header, layout=layout)
     found = header.layout
+    if found == layout:
+        return header
     same_heads = found.first_heads == layout.first_heads and (
         [heads for heads, _ in found.layers] == [heads for heads, _ in layout.layers]
     )
@@ -271,72 +332,21 @@ def read_layer_run(
     untouched.
     """
     assert len(bufs) == len(headers)
-    _check_rows(k_out, layout, layer, len(bufs))
-    _check_rows(v_out, layout, layer, len(bufs))
-    tokens, offset, size = layout.block_tokens, layout.layer_offset(layer), layout.layer_bytes(layer)
-    heads, dim = layout.layers[layer]
-    step = max(1, min(len(bufs), _SCRATCH_BYTES // size))
-    scratch, rows = _scratch(step, size)
-    for start in range(0, len(bufs), step):
-        count = min(step, len(bufs) - start)
-        good = 0
-        while good < count and headers[start + good].layout == layout:
-            row = rows[good]
-            row[:] = flat_bytes(bufs[start + good])[offset : offset + size]
-            if xxhash.xxh3_64_intdigest(row) != headers[start + good].checksums[layer]:
-                break
-            good += 1
-        if good:
-            packed = scratch[:good].view(layout.dtype).view(good, *layout._layer_shape(layer))
-            span = slice(start * tokens, (start + good) * tokens)
-            k_out[:, span].view(heads, good, tokens, dim).copy_(packed[:, :, 0].transpose(0, 1))
-            v_out[:, span].view(heads, good, tokens, dim).copy_(packed[:, :, 1].transpose(0, 1))
-        if good < count:
-            return start + good
-    return len(bufs)
-
-
-def _write_layer(
-    targets: Sequence[memoryview],
-    layout: BlockLayout,
-    layer: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    checksums: list[list[int]],
-) -> None:
-    """Pack one layer of all targets. Checksums are of the bytes we made, not of what the slab then holds."""
-    _check_rows(k, layout, layer, len(targets))
-    _check_rows(v, layout, layer, len(targets))
-    tokens, offset, size = layout.block_tokens, layout.layer_offset(layer), layout.layer_bytes(layer)
-    heads, dim = layout.layers[layer]
-    step = max(1, min(len(targets), _SCRATCH_BYTES // size))
-    scratch, rows = _scratch(step, size)
-    for start in range(0, len(targets), step):
-        count = min(step, len(targets) - start)
-        packed = scratch[:count].view(layout.dtype).view(count, *layout._layer_shape(layer))
-        span = slice(start * tokens, (start + count) * tokens)
-        packed[:, :, 0].copy_(k[:, span].view(heads, count, tokens, dim).transpose(0, 1))
-        packed[:, :, 1].copy_(v[:, span].view(heads, count, tokens, dim).transpose(0, 1))
-        for index in range(count):
-            targets[start + index][offset : offset + size] = rows[index]
-            checksums[start + index].append(xxhash.xxh3_64_intdigest(rows[index]))
-
-
-def _scratch(rows: int, size: int) -> tuple[torch.Tensor, list[memoryview]]:
-    scratch = torch.empty((rows, size), dtype=torch.uint8)
-    return scratch, [memoryview(row) for row in scratch.numpy()]
-
-
-def _check_rows(rows: torch.Tensor, layout: BlockLayout, layer: int, blocks: int) -> None:
-    heads, dim = layout.layers[layer]
-    expected = (heads, blocks * layout.block_tokens, dim)
-    assert rows.shape == expected, f"layer {layer}: {tuple(rows.shape)}, expected {expected}"
-    assert rows.dtype == layout.dtype, f"layer {layer}: {rows.dtype}, expected {layout.dtype}"
-
-
-def flat_bytes(buf: Buffer) -> memoryview:
-    """The buffer's bytes, not copied."""
-    return memoryview(buf.data if isinstance(buf, np.ndarray) else buf).cast("B")
+    place = layout.places[layer]
+    check_rows(k_out, place, layout.dtype, len(bufs))
+    check_rows(v_out, place, layout.dtype, len(bufs))
+    views = bufs if isinstance(bufs, BlockViews) else BlockViews(bufs)
+    foreign = (
+        index
+        for index, header in enumerate(headers)
+        if header.layout is not layout and header.layout != layout
+    )
+    count = next(foreign, len(headers))
+    if not count:
+        return 0
+    assert views.shortest >= layout.nbytes, f"{views.shortest} bytes for blocks of {layout.nbytes}"
+    checksums = b"".join([header.checksums for header in headers[:count]])
+    return block_copy.chosen().read_run(views[:count], place, checksums, k_out, v_out)
 
 
 def _flat(buf: Buffer, layout: BlockLayout) -> memoryview:
@@ -346,31 +356,19 @@ def _flat(buf: Buffer, layout: BlockLayout) -> memoryview:
 
 
 def _encode_header(
-    layout: BlockLayout, fingerprint: Fingerprint, key: BlockKey, checksums: Sequence[int]
+    layout: BlockLayout, fingerprint: Fingerprint, key: BlockKey, checksums: bytes | bytearray
 ) -> bytes:
-    body = bytearray(layout.header_bytes - _CHECKSUM_BYTES)
-    _PREFIX.pack_into(
-        body,
-        0,
-        MAGIC,
-        FORMAT_VERSION,
-        _DTYPE_CODES[layout.dtype],
-        _CODEC_AS_COMPUTED,
-        layout.header_bytes,
-        layout.payload_bytes,
-        layout.block_tokens,
-        len(layout.layers),
-        fingerprint.digest,
-        key.digest,
+    front, table = layout._header_ends
+    body = b"".join((front, fingerprint.digest, key.digest, table, checksums))
+    body = body.ljust(layout.header_bytes - _CHECKSUM_BYTES, b"\0")
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def _is_sealed(raw: bytes) -> bool:
+    """Whether a whole header has its checksum."""
+    return xxhash.xxh3_64_intdigest(raw[:-_CHECKSUM_BYTES]) == int.from_bytes(
+        raw[-_CHECKSUM_BYTES:], "little"
     )
-    table = [
-        number
-        for (heads, dim), first in zip(layout.layers, layout.first_heads, strict=True)
-        for number in (first, heads, dim)
-    ]
-    struct.pack_into(f"<{len(table)}I", body, _PREFIX.size, *table)
-    struct.pack_into(f"<{len(checksums)}Q", body, _PREFIX.size + 4 * len(table), *checksums)
-    return bytes(body) + xxhash.xxh3_64_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-import numpy as np
-
+from kv_tiers.block_copy import BlockViews, chosen
 from kv_tiers.booked import BookedTier
 from kv_tiers.books import SlotBooks
 from kv_tiers.tier import BlockMemory, Entry
-from kv_tiers.verify import verify_block
+from kv_tiers.verify import copy_whole_blocks
 
 _T = TypeVar("_T")
 
@@ -32,26 +31,18 @@ class CpuTier(BookedTier):
 
     async def _load(self, entries: Sequence[Entry], into: Sequence[memoryview]) -> list[bool]:
         def copy() -> list[bool]:
-            whole: list[bool] = []
-            for entry, buffer in zip(entries, into, strict=True):
-                _copy(self._memory.view(entry.offset, self.slot_bytes), buffer)
-                whole.append(verify_block(buffer, entry.key) is None)
-            return whole
+            slots = [self._memory.view(entry.offset, self.slot_bytes) for entry in entries]
+            return copy_whole_blocks(slots, into, [entry.key for entry in entries])
 
         return await _in_thread(copy) if entries else []
 
     async def _store(self, entries: Sequence[Entry], blocks: Sequence[memoryview]) -> None:
         def copy() -> None:
-            for entry, block in zip(entries, blocks, strict=True):
-                _copy(block, self._memory.view(entry.offset, self.slot_bytes))
+            slots = [self._memory.view(entry.offset, self.slot_bytes) for entry in entries]
+            chosen().copy(BlockViews(blocks), BlockViews(slots))
 
         if entries:
             await _in_thread(copy)
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """As `target[:] = source`, but without keeping other threads from running."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:

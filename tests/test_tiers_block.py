@@ -12,6 +12,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import blocks
+from kv_tiers import block_copy
 from kv_tiers.block import (
     ALIGN,
     FORMAT_VERSION,
@@ -28,6 +30,7 @@ from kv_tiers.block import (
 )
 from kv_tiers.keys import Fingerprint, block_keys
 
+COPIES = {"native": lambda: block_copy.NativeCopy(blocks.load()), "python": block_copy.PythonCopy}
 FINGERPRINT = Fingerprint(bytes(range(32)))
 OTHER_FINGERPRINT = Fingerprint(bytes(32))
 KEYS = block_keys(FINGERPRINT, range(64), 4)
@@ -41,6 +44,15 @@ LAYOUTS = [
     BlockLayout(layers=((2, 5), (3, 7)), dtype=torch.float16, block_tokens=3, first_heads=(2, 3)),
     BlockLayout(layers=((3, 64),) * 30, dtype=torch.bfloat16, block_tokens=16),
 ]
+
+
+@pytest.fixture(scope="module", params=list(COPIES), autouse=True)
+def copies(request):
+    """Every test here is of both implementations."""
+    copy = COPIES[request.param]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_copy, "chosen", lambda: copy)
+        yield
 
 
 def random_kv(layout, blocks=1, seed=0):

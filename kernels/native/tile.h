@@ -7,7 +7,7 @@ namespace kvtide {
 
 constexpr int TILE = 16;
 
-enum Status { OK = 0, BAD_ROW = 1, BAD_SPAN = 2, BAD_PAGE = 3, BAD_MASS = 4 };
+enum Status { OK = 0, BAD_ROW = 1, BAD_SPAN = 2, BAD_PAGE = 3, BAD_MASS = 4, NO_MEMORY = 5 };
 
 // E is the stored element: uint16_t holds bf16 bits, float is fp32.
 template <class E>
