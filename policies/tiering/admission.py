@@ -1,54 +1,120 @@
-"""What is worth writing to a slower tier. (Provisional: helper A replaces this file.)"""
+"""What is worth writing to a slower tier: most blocks that leave a fast one are never asked for again."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from math import log2
 from typing import Generic, Protocol, TypeVar
 
 from policies.tiering.policy import Key
-
+from policies.tiering.visits import Visits
 
 Asked = TypeVar("Asked", bound=Hashable, contravariant=True)
 
+_WASTE_KEPT = 0.4
+"""Of the writes that are never read, `Learned` lets through this share: what promises least is refused until then."""
+
+_PER_OCTAVE = 64
+_LOWEST = 2.0**-16
+_LEVELS = 16 * _PER_OCTAVE + 1
+_HALF_LIFE = 0.125
+"""The half-life of what was seen at the door, as a multiple of the capacity."""
+
 
 class Admission(Protocol[Asked]):
-    """Says which blocks that are about to leave the CPU tier are worth a write. Pure; `now` in seconds."""
+    """Which blocks to write down. Pure and deterministic; one thread; no clock but `now` (seconds)."""
 
     def accessed(self, chain: Sequence[Asked], now: float) -> None:
-        """A request with these blocks arrived, as `EvictionPolicy.accessed`."""
+        """A request had these blocks, first block first; said once per request, before anything is asked of them."""
         ...
 
     def worth(self, keys: Sequence[Asked], now: float) -> list[bool]:
-        """Of each block, whether to write it down."""
+        """Of blocks that are about to leave the fast tier and are in no slower one: whether to write each of them."""
         ...
 
 
-class Constant(Generic[Key]):
-    """Everything, or nothing."""
-
-    def __init__(self, answer: bool) -> None:
-        self._answer = answer
+class Always(Generic[Key]):
+    """`Admission` of everything."""
 
     def accessed(self, chain: Sequence[Key], now: float) -> None:
-        """Nothing to learn."""
+        pass
 
     def worth(self, keys: Sequence[Key], now: float) -> list[bool]:
-        return [self._answer] * len(keys)
+        return [True] * len(keys)
+
+
+class Never(Generic[Key]):
+    """`Admission` of nothing: the slower tiers only give what they have."""
+
+    def accessed(self, chain: Sequence[Key], now: float) -> None:
+        pass
+
+    def worth(self, keys: Sequence[Key], now: float) -> list[bool]:
+        return [False] * len(keys)
 
 
 class SecondUse(Generic[Key]):
-    """What was used twice, as far as `capacity` keys are remembered."""
+    """`Admission` of what a second request had within the last 8 x `capacity` blocks asked for."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._uses: OrderedDict[Key, int] = OrderedDict()
+        self._most = 8 * capacity
+        self._again: OrderedDict[Key, bool] = OrderedDict()
 
     def accessed(self, chain: Sequence[Key], now: float) -> None:
-        for key in chain:
-            self._uses[key] = self._uses.pop(key, 0) + 1
-        while len(self._uses) > self._capacity:
-            self._uses.popitem(last=False)
+        for key in reversed(dict.fromkeys(chain)):
+            self._again[key] = key in self._again
+            self._again.move_to_end(key)
+        while len(self._again) > self._most:
+            self._again.popitem(last=False)
 
     def worth(self, keys: Sequence[Key], now: float) -> list[bool]:
-        return [self._uses.get(key, 0) > 1 for key in keys]
+        return [self._again.get(key, False) for key in keys]
+
+
+class Learned(Generic[Key]):
+    """`Admission` by the learned chance that a block is asked for again while the slower tiers would still have it.
+
+    That chance depends on the block's age, its session's turn, pace and growth, and on whether the session went on
+    without it. A read saves the same compute for every block and a write costs the same, so what is refused is what has
+    the lowest chance; how much of it, follows from the share of useless writes that is to remain (`_WASTE_KEPT`).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` of the slower tiers in blocks; so many keys are remembered."""
+        self._capacity = capacity
+        self._visits: Visits[Key] = Visits(capacity)
+        self._useless = [0.0] * _LEVELS
+        """Expected useless writes by level of chance, of all that was asked for so far; older ones count less."""
+        self._unit = 1.0  # what one write counts in it now
+
+    def accessed(self, chain: Sequence[Key], now: float) -> None:
+        self._visits.visit(list(dict.fromkeys(chain)), now)
+
+    def worth(self, keys: Sequence[Key], now: float) -> list[bool]:
+        chances = [self._chance(key) for key in keys]
+        for chance in chances:
+            self._useless[_level(chance)] += (1.0 - chance) * self._unit
+            self._unit *= 2.0 ** (1.0 / (_HALF_LIFE * self._capacity))
+        if self._unit > 2.0**64:
+            self._useless = [useless / self._unit for useless in self._useless]
+            self._unit = 1.0
+        lowest = self._lowest_level()
+        return [_level(chance) >= lowest for chance in chances]
+
+    def _chance(self, key: Key) -> float:
+        chance = self._visits.chance(key, self._visits.memory_s())
+        return 0.0 if chance is None else chance
+
+    def _lowest_level(self) -> int:
+        """The lowest level whose blocks are written."""
+        left = _WASTE_KEPT * sum(self._useless)
+        for level in range(_LEVELS - 1, -1, -1):
+            left -= self._useless[level]
+            if left < 0:
+                return level + (-left > self._useless[level] / 2)
+        return 0
+
+
+def _level(chance: float) -> int:
+    return max(0, _LEVELS - 1 + int(_PER_OCTAVE * log2(max(chance, _LOWEST)) - 1e-9))
