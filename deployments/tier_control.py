@@ -6,6 +6,7 @@ in the result; the others' answers count. While the directory is away the nodes 
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -30,7 +31,7 @@ from deployments.api.backend import (
     TierReport,
     Whereabouts,
 )
-from deployments.directory import NAMESPACE
+from deployments.directory import LEASE_S, NAMESPACE
 from engine.errors import InvalidRequest
 from kv_tiers.directory import DirectoryStats, Match
 from kv_tiers.keys import BlockKey
@@ -41,6 +42,7 @@ Answer = TypeVar("Answer")
 
 _LOOK_S = 0.05
 _AWAY = Silence(DIRECTORY, "it does not answer")
+_EMPTY = Silence(DIRECTORY, "it names no node with tiers")
 
 
 class TierAgent(Protocol):
@@ -124,6 +126,8 @@ class FanOut:
         self._shards = shards
         self._call_s, self._long_call_s = call_s, long_call_s
         self._known: Mapping[str, str] = {}
+        self._epoch = 0
+        self._told_s = -math.inf
 
     async def identity(self) -> BlockIdentity:
         return await self._identity()
@@ -223,12 +227,19 @@ class FanOut:
             await asyncio.sleep(_LOOK_S)
 
     async def _addresses(self) -> tuple[Mapping[str, str], tuple[Silence, ...]]:
-        """Nodes and their agents; while the directory is away, those that it knew last."""
-        found = await self._directory.addresses()
-        silent = () if found else await self._absence()
-        if not silent:
-            self._known = found
-        return self._known, silent
+        """Nodes and their agents; while the directory is away, those that it knew last.
+
+        One that began anew is told of its nodes one after the other: for a lease's time the old one's count as well,
+        and where there should be tiers and it names nobody, that is said.
+        """
+        found, stats = await self._directory.addresses(), await self._directory.stats()
+        if not stats.epoch:
+            return self._known, (_AWAY,)
+        now = asyncio.get_running_loop().time()
+        if stats.epoch != self._epoch:
+            self._epoch, self._told_s = stats.epoch, now + LEASE_S
+        self._known = {**self._known, **found} if now < self._told_s else found
+        return self._known, (_EMPTY,) if self._configured and not self._known else ()
 
     async def _ask_all(
         self, call: Callable[[TierAgent], Awaitable[Answer]], seconds: float

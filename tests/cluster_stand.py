@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 LICENCE = (ROOT / "LICENSE").read_text()
 START_LIMIT_S = 180.0
 MAX_SEQUENCES, MAX_QUEUED = 16, 24
+TIERS = ("cpu", "nvme", "redis")
+LOWER_TIER_GIB = 0.25
 SCORER = "value_norm:ValueNorm"
 """A user's own policy: docs/examples/value_norm.py, on the Python path of the service."""
 T = TypeVar("T")
@@ -110,7 +112,8 @@ class Service:
         gauges = self.gauges()
         watched = (
             "queue", "running", "active_requests", "pages_used", "pages_owed", "tickets_open", "staged_bytes",
-            "landing_bytes", "pulls_running", "prefill_tokens_owed",
+            "landing_bytes", "pulls_running", "prefill_tokens_owed", "spills_running", "spill_queue",
+            "quarantined_slots", *(f"{tier}_tier_pinned" for tier in TIERS),
         )  # fmt: skip
         return gauges if all(gauges.get(name) == 0 for name in watched) else None
 
@@ -157,12 +160,13 @@ class Service:
             raise
 
 
-def start_service(log: Path) -> Service:
-    """The service that all cluster tests share; not yet ready."""
+def start_service(folder: Path, redis_url: str) -> Service:
+    """The service that all cluster tests share; not yet ready. Its log and its NVMe tier lie in `folder`."""
     return Service(
-        log, f"max_sequences={MAX_SEQUENCES}", f"max_queued={MAX_QUEUED}", "pool_gib=0.5", "cpu_tier_gib=0.5",
-        "ticket_ttl_s=8", "slow_reader_timeout_s=3", "max_context=8192", "deadline_s=90", "threads=1",
-        f"scorers={SCORER}",
+        folder / "serve.log", f"max_sequences={MAX_SEQUENCES}", f"max_queued={MAX_QUEUED}", "pool_gib=0.5",
+        "cpu_tier_gib=0.5", "ticket_ttl_s=8", "slow_reader_timeout_s=3", "max_context=8192", "deadline_s=90",
+        "threads=1", f"scorers={SCORER}", f"nvme_tier_gib={LOWER_TIER_GIB}", f"nvme_tier_folder={folder}",
+        f"redis_url={redis_url}", f"redis_tier_gib={LOWER_TIER_GIB}", "admission=always",
     )  # fmt: skip
 
 

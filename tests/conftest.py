@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import openai
     from cluster_stand import Service
+    from redis_server import RedisServer
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -60,16 +62,34 @@ def golden() -> Callable[[str], tuple[Any, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Service]:
-    """The whole service for real, started once for all tests of tests/test_cluster*.py."""
+def service_redis() -> Iterator[RedisServer]:
+    """The Redis that is a tier of `service`, and nobody else's."""
+    from redis_server import RedisServer
+
+    with tempfile.TemporaryDirectory(prefix="kvtide-redis-") as folder:  # short: it holds a socket
+        server = RedisServer(Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def service(
+    tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, service_redis: RedisServer
+) -> Iterator[Service]:
+    """The whole service for real, with every tier, started once for all tests of tests/test_cluster*.py."""
     from cluster_stand import start_service
 
-    service = start_service(tmp_path_factory.mktemp("service") / "serve.log")
+    folder = tmp_path_factory.mktemp("service")
+    service = start_service(folder, service_redis.url)
     try:
         service.announced = service.wait_announced()
         yield service
     finally:
         service.stop()
+        for file in folder.glob("*.kvnvme"):  # pytest would keep those of the last sessions
+            file.unlink()
 
 
 @pytest.fixture(scope="session")

@@ -224,6 +224,17 @@ async def test_a_directory_that_is_away_is_named_and_the_nodes_it_knew_last_are_
     }
 
 
+async def test_a_directory_that_began_anew_hides_no_node_from_a_flush() -> None:
+    stand = nodes()
+    await get(app_of(stand), "/v1/kv/stats")
+    stand.directory.begin_anew()
+    assert set((await command(stand, "flush", {}))["cleared"]) == {"a", "b"}
+    assert not any(map(any, (agent.tiers.values() for agent in stand.agents.values())))
+    stand.control = stand.made(call_s=30.0, configured=("cpu",))  # a gateway that began with it
+    said = await command(stand, "flush", {})
+    assert (said["complete"], said["not_cleared"][0]["source"]) == (False, "directory")
+
+
 async def test_a_node_that_is_gone_is_named_once_and_the_others_count() -> None:
     stand = nodes()
     stand.gone.add("b")

@@ -95,6 +95,7 @@ def test_sixteen_recipes_at_once_give_what_each_gives_alone(service: Service, sp
         tokens: list[tuple[str, float]] = []
         times = spans[name] = []
         with httpx.stream("POST", f"{service.url}/v1/chat/completions", json=body, timeout=120) as answer:
+            assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))

@@ -1,4 +1,4 @@
-"""What dies under the real service: nobody else notices more than they must. Runs last, for it kills what it needs."""
+"""What dies under the real service: nobody else notices more than they must. Runs late, for it kills what it needs."""
 
 from __future__ import annotations
 

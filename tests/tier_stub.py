@@ -112,6 +112,10 @@ class StubDirectory:
         self._state = DirectoryState(5.0, epoch=9)
         self._seq = 0
 
+    def begin_anew(self) -> None:
+        """Another life of it, which no node has told anything."""
+        self.agents, self._state = {}, DirectoryState(5.0, epoch=10)
+
     async def addresses(self) -> dict[str, str]:
         return {} if self.away else self._told().addresses()
 
