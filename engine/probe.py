@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import AttentionCall
+from engine.linear import WideLinear
 from engine.support import unsupported
 from kernels.rotary import Rotation
 
@@ -225,4 +226,6 @@ def _matrix(module: object) -> Tensor | None:
 
     if isinstance(module, Conv1D):
         return module.weight.detach().T
-    return module.weight.detach() if type(module) is nn.Linear else None
+    if isinstance(module, nn.Linear) and type(module) in (nn.Linear, WideLinear):
+        return module.weight.detach()
+    return None

@@ -259,6 +259,18 @@ def test_output_weights_are_those_of_the_layer_that_stores(family: str) -> None:
         assert not weight.requires_grad
 
 
+@pytest.mark.parametrize("products", [True, False])
+def test_output_weights_are_found_whatever_the_processor_multiplies(
+    products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.has_bf16_products", lambda: products)
+    network = tiny_models.build_network("llama").to(torch.bfloat16)
+    spec = wrap_model(network, frozenset()).spec
+    for layer, module in zip(spec.layers, network.model.layers, strict=True):
+        assert layer.output_weight is not None
+        assert torch.equal(layer.output_weight, module.self_attn.o_proj.weight)
+
+
 def test_output_weights_of_transposed_projections_are_turned_round() -> None:
     network = random_network("GPT2Config")
     weight = wrap_model(network, frozenset()).spec.layers[2].output_weight
