@@ -147,7 +147,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
-            for path in self.folder.glob("*.nvme"):
+            for path in self.folder.glob("*.kvnvme"):
                 try:
                     taken = path.stat().st_blocks * 512
                 except FileNotFoundError:

@@ -1,14 +1,15 @@
 """What comes back from the tiers, how fast, against computing it anew and against each medium's own ceiling.
 
-    python -m benchmarks.bench_tiers [--quick] [--size 6144] [--rounds 3] [--only recall|throughput|spill]
+    python -m benchmarks.bench_tiers [--quick] [--size 6144] [--rounds 2]
+        [--only recall|second_node|throughput|spill]
 
 Ends with one JSON line (result.py). About 9 minutes on 2 idle cores, 4 with --quick.
 
-Recall: documents are asked cold, in turn with a bare transformers forward, then again after every replica was killed
-and replaced (CPU tier), after the blocks were evicted from all tiers but one (NVMe, Redis), after every process was stopped
-and started again (NVMe, Redis), and by another node (its CPU tier through NIXL). Throughput, verification on: CPU slab
-against memcpy, NVMe against fio, Redis against a raw socket reader, another node's slab against raw NIXL. Spill: tokens
-per second of running streams while blocks are written down, against without.
+Recall: documents are asked cold, the first in turn with a bare transformers forward, then again, each from one tier
+only: after every replica was killed and replaced (CPU, NVMe, Redis), after every process was stopped and started again
+(NVMe, Redis), and by another node (its CPU tier through NIXL). Throughput, verification on: CPU slab against memcpy,
+NVMe against fio, Redis against a raw socket reader, another node's slab against raw NIXL. Spill: time per token of
+running streams while blocks are written down, against without.
 
 Regime: one machine; the demo model; greedy; `admission=always`; files in --folder (default: a temporary folder), whose
 disk is what "NVMe" means here.
@@ -30,7 +31,13 @@ from benchmarks.bare_forward import BareForward
 from benchmarks.own_service import OwnService
 from benchmarks.redis_process import RedisProcess
 from benchmarks.result import Bound, print_result
+from benchmarks.tiers_nvme import LAYOUTS, measure_nvme
 from benchmarks.tiers_recall import Recall, RecallBench, niceness_of
+from benchmarks.tiers_redis import measure_redis
+from benchmarks.tiers_remote import measure_remote
+from benchmarks.tiers_second_node import measure_second_node
+from benchmarks.tiers_slab import measure_slab
+from benchmarks.tiers_spill import measure_spill
 from engine.weights import ensure_weights
 
 Figures = dict[str, float]
@@ -52,26 +59,34 @@ def tiered_service(folder: Path, tier_gib: float) -> Iterator[OwnService]:
             yield service
 
 
+# Source in the report: the only tier that has its documents.
+SOURCES = {
+    "cpu": "cpu",
+    "nvme": "nvme",
+    "redis": "redis",
+    "nvme after a restart": "nvme",
+    "redis after a restart": "redis",
+}
+
+
 def measure_recall(folder: Path, size: int, rounds: int) -> Figures:
     """Every source in turn; prints the table."""
     tokenizer = AutoTokenizer.from_pretrained(ensure_weights("demo"))
-    with tiered_service(folder, 1.0 + rounds * 0.25) as service:
+    documents = rounds * len(SOURCES)
+    with tiered_service(folder, 0.5 + documents * size * 24_000 / (1 << 30)) as service:
+        bench = RecallBench(service, tokenizer, size, rounds, list(SOURCES))
         with BareForward("demo", 1, niceness_of(service)) as bare:
-            bench = RecallBench(service, bare, tokenizer, size, rounds)
-            ratios = bench.cold()
+            ratios = bench.cold(bare)
         bench.wait_written()
+        for source, tier in SOURCES.items():
+            bench.keep_only(source, tier)
         service.drop_pools()
-        bench.from_tier("cpu", "cpu")
-        bench.wait_written()
-        bench.from_tier("nvme", "nvme")
-        bench.wait_written()
-        bench.from_tier("redis", "redis")
-        bench.wait_written()
-        for source in ("nvme", "redis"):
-            service.stop()
-            service.start()
-            bench.from_tier(f"{source} after a restart", source)
-            bench.wait_written()
+        for source in ("cpu", "nvme", "redis"):
+            bench.again(source)
+        service.stop()
+        service.start()
+        for source in ("nvme after a restart", "redis after a restart"):
+            bench.again(source)
     figures = {"cold_of_bare": round(statistics.median(ratios), 3)}
     print(f"\ncold / bare transformers forward, {size} tokens: {figures['cold_of_bare']:.2f}")
     return figures | print_recalls(list(bench.recalls.values()), size)
@@ -90,6 +105,58 @@ def print_recalls(recalls: list[Recall], size: int) -> Figures:
         figures[f"ttft_of_cold_{key}"] = round(each.ratio, 4)
         figures[f"same_{key}"] = sum(each.same) / len(each.same)
         figures[f"cached_share_{key}"] = round(min(each.cached) / size, 3)
+    return figures
+
+
+def measure_another_node(size: int, rounds: int) -> Figures:
+    """A document from the slab of the node that has it; prints a line."""
+    figures = measure_second_node(size, rounds)
+    print(
+        f"\nfrom another node's slab: {figures['ttft_s_another_node']:.2f} s, cold"
+        f" {figures['ttft_s_cold_first_node']:.2f} s, of cold {figures['ttft_of_cold_another_node']:.3f}"
+    )
+    return figures
+
+
+def measure_throughput(folder: Path, quick: bool) -> Figures:
+    """Every medium against its ceiling, blocks of the demo model; prints the table."""
+    runs = 3 if quick else 7
+    slab = measure_slab(runs=runs)
+    nvme = measure_nvme(folder, layouts=LAYOUTS[:1], runs=runs)
+    redis = measure_redis(rounds=runs)
+    remote = measure_remote(rounds=runs)
+    slot = next(name.partition("_")[0] for name in nvme)
+    rows = {
+        "cpu": (slab["get"], slab["memcpy_get"], slab["get_ratio"], "memcpy"),
+        "nvme": (nvme[f"{slot}_get"], nvme[f"{slot}_fio_read"], nvme[f"{slot}_get_ratio"], "fio"),
+        "redis": (
+            redis["tier_get_gb_s_smollm2"],
+            redis["raw_get_gb_s_smollm2"],
+            redis["share_of_raw_smollm2"],
+            "raw socket",
+        ),
+        "remote": (
+            remote["get_gb_s_smollm2"],
+            remote["raw_gb_s_smollm2"],
+            remote["ratio_smollm2"],
+            "raw NIXL",
+        ),
+    }
+    print(f"\n{'tier':<10}{'GB/s':>8}{'ceiling':>9}{'share':>8}   of")
+    figures: Figures = {}
+    for tier, (reached, ceiling, ratio, of) in rows.items():
+        print(f"{tier:<10}{reached:>8.2f}{ceiling:>9.2f}{ratio:>8.2f}   {of}")
+        figures |= {f"{tier}_gb_s": reached, f"{tier}_ceiling_gb_s": ceiling, f"{tier}_of_ceiling": ratio}
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def measure_write_down(folder: Path, size: int, quick: bool) -> Figures:
+    """What the write-down costs a stream; prints a line."""
+    tokenizer = AutoTokenizer.from_pretrained(ensure_weights("demo"))
+    with tiered_service(folder, 2.0) as service:
+        figures = measure_spill(service, tokenizer, size, 1 if quick else 3)
+    slower = figures["step_slowdown_while_spilling"]
+    print(f"\ntime per token while {size} tokens are written down / after: {slower:.3f}")
     return figures
 
 
@@ -120,16 +187,22 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one document, short measurements")
     parser.add_argument("--size", type=int, default=6144, help="tokens of a document")
-    parser.add_argument("--rounds", type=int, help="documents; default 3, 1 with --quick")
+    parser.add_argument("--rounds", type=int, help="documents per source; default 2, 1 with --quick")
     parser.add_argument("--folder", type=Path, help="where the NVMe tier's files go")
-    parser.add_argument("--only", choices=["recall", "throughput", "spill"])
+    parser.add_argument("--only", choices=["recall", "second_node", "throughput", "spill"])
     options = parser.parse_args()
     began = time.monotonic()
     figures: Figures = {}
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=options.folder) as folder:
+        rounds = options.rounds or (1 if options.quick else 2)
         if options.only in (None, "recall"):
-            rounds = options.rounds or (1 if options.quick else 3)
             figures |= measure_recall(Path(folder), options.size, rounds)
+        if options.only in (None, "second_node"):
+            figures |= measure_another_node(options.size, rounds)
+        if options.only in (None, "throughput"):
+            figures |= measure_throughput(Path(folder), options.quick)
+        if options.only in (None, "spill"):
+            figures |= measure_write_down(Path(folder), options.size, options.quick)
     figures["run_s"] = round(time.monotonic() - began)
     print_result(
         "tiers",

@@ -120,7 +120,7 @@ class Chaos:
 
     def _flip_disk(self) -> None:
         """Flip one bit in each of many random pages of the NVMe tier's file, behind its owner's back."""
-        for path in self.folder.glob("*.nvme"):
+        for path in self.folder.glob("*.kvnvme"):
             pages = path.stat().st_size // _PAGE
             with path.open("r+b", buffering=0) as file:
                 for _ in range(max(20, pages // 50)):
@@ -152,7 +152,7 @@ class Chaos:
         room = free.f_bavail * free.f_frsize
         if room > 4 << 30:  # not a file system of our own: filling it would hurt others
             raise NotHere
-        for path in self.folder.glob("*.nvme"):
+        for path in self.folder.glob("*.kvnvme"):
             path.unlink()
         self.service.kill("ray::NodeAgent")
         time.sleep(0.2)

@@ -44,49 +44,60 @@ class Document:
     ids: list[int]
     salt: str
     cold: Stream | None = None
-    bare_s: float = 0.0
 
 
 class RecallBench:
-    """Documents of `size` tokens asked cold, then again from one tier after the other."""
+    """Documents of `size` tokens asked cold, then again, each from one source only."""
 
     def __init__(
         self,
         service: OwnService,
-        bare: BareForward,
         tokenizer: PreTrainedTokenizerBase,
         size: int,
         rounds: int,
+        sources: Sequence[str],
     ) -> None:
+        """`rounds` documents for each of `sources`, which are names of the report."""
         self.service = service
-        self.bare = bare
         self.size = size
-        corpus = Corpus(tokenizer)
+        self._corpus = Corpus(tokenizer)
         run = time.time_ns()
-        self._corpus = corpus
-        self.documents = [Document(corpus.take(size), f"recall-{run}-{number}") for number in range(rounds)]
+        self.documents = {
+            source: [
+                Document(self._corpus.take(size), f"recall-{run}-{source}-{number}")
+                for number in range(rounds)
+            ]
+            for source in sources
+        }
         self.recalls: dict[str, Recall] = {}
 
-    def cold(self) -> list[float]:
-        """Every document for the first time, in turn with the bare forward; → ratios of the two."""
+    def cold(self, bare: BareForward) -> list[float]:
+        """Every document for the first time, the first of each round beside a bare forward; → ratios of the two."""
         self._warm_up()
-        for document in self.documents:
-            self._idle()
-            document.bare_s = self.bare.run(document.ids).wall_s
-            document.cold = self._ask(document)
-        return [document.cold.ttft_s / document.bare_s for document in self.documents if document.cold]
+        ratios = []
+        for number, documents in enumerate(self.documents.values()):
+            for document in documents:
+                self._idle()
+                document.cold = self._ask(document)
+                if number == 0:
+                    ratios.append(document.cold.ttft_s / bare.run(document.ids).wall_s)
+        return ratios
 
     def wait_written(self, tiers: Sequence[str] = _ALL) -> None:
         """Until the documents' blocks are in all those tiers."""
-        self.service.wait_written(len(self.documents) * (self.size // _BLOCK), tiers)
+        documents = sum(map(len, self.documents.values()))
+        self.service.wait_written(documents * (self.size // _BLOCK), tiers)
 
-    def from_tier(self, source: str, tier: str) -> None:
-        """Ask every document again while only `tier` holds its blocks; afterwards the CPU tier does too."""
-        self._warm_up()
-        for document in self.documents:
-            others = [name for name in _ALL if name != tier]
+    def keep_only(self, source: str, tier: str) -> None:
+        """Take the documents of a source out of every other tier."""
+        others = [name for name in _ALL if name != tier]
+        for document in self.documents[source]:
             self.service.evict(document.ids, document.salt, others)
-        for document in self.documents:
+
+    def again(self, source: str) -> None:
+        """Ask the documents of a source again."""
+        self._warm_up()
+        for document in self.documents[source]:
             self._again(source, document)
 
     def _again(self, source: str, document: Document) -> None:
