@@ -25,6 +25,7 @@ from kv_tiers.slab import Slab
 from kv_tiers.store_lend import Loans
 from kv_tiers.store_ports import parted
 from kv_tiers.tier import Fetched
+from kv_tiers.transfer import slab_peer
 from kv_tiers.transfer.local import LocalFabric, LocalWire
 from kv_tiers.transfer.nixl import NixlWire, unavailable
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
@@ -139,6 +140,41 @@ async def test_a_block_that_is_not_whole_or_another_is_no_hit(lender, borrower):
     assert await SlabPeer(borrower, lender).get(KEYS[:4], offsets(4)) == [HIT, CORRUPT, CORRUPT, HIT]
 
 
+async def test_pieces_behind_one_that_cannot_be_read_are_not_asked_for(lender, borrower, monkeypatch):
+    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
+
+    def break_third(data: bytes) -> bytes:
+        loan = SlabLoan.from_bytes(data)
+        return replace(loan, addresses=(*loan.addresses[:2], 1 << 40, *loan.addresses[3:])).to_bytes()
+
+    assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
+    borrower.memory.tensor.fill_(0xEE)
+    lender.change = break_third
+    assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT, HIT, *[FAILED] * 3]
+    assert whole(borrower.memory, 2) == [True, True] and borrower.links == 0
+    assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
+
+
+async def test_a_lender_that_freezes_between_two_pieces_leaves_what_came_before(
+    fabric, lender, borrower, monkeypatch
+):
+    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
+    post, posted = borrower._wire.read, []
+
+    def freeze_at_third(peer, spans):
+        posted.append(spans)
+        if len(posted) == 3:
+            fabric.freeze("b")
+        return post(peer, spans)
+
+    monkeypatch.setattr(borrower._wire, "read", freeze_at_third)
+    peer = SlabPeer(borrower, lender, timeout_s=0.2)
+    assert await peer.get(KEYS[:5], offsets(5)) == [HIT, HIT, *[FAILED] * 3]
+    assert len(posted) == 5, "nobody waits for one piece before the next is asked for"
+    fabric.thaw("b")
+    assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE} and borrower.links == 0
+
+
 async def test_nonsense_from_a_lender_and_no_answer_are_failures(lender, borrower):
     for change in (lambda data: None, lambda data: b"nonsense", lambda data: pickle.dumps(data)):
         lender.change = change
@@ -163,9 +199,9 @@ async def test_a_loan_of_an_earlier_life_reads_nothing(fabric, lender, borrower)
 async def test_a_loan_that_is_over_at_the_end_of_the_read_is_a_failure(lender, borrower, monkeypatch):
     slow = borrower._finish
 
-    def finish(link, spans, until):
+    def finish(*read):
         time.sleep(0.06)
-        return slow(link, spans, until)
+        return slow(*read)
 
     monkeypatch.setattr(borrower, "_finish", finish)
     lender.change = lambda data: replace(SlabLoan.from_bytes(data), ttl_s=0.05).to_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +14,22 @@ from kv_tiers.transfer.wire import Read, Step, Wire
 
 @dataclass(eq=False)
 class Link:
-    """A connected peer. `users`: calls at work with it. Doomed: the last of them disconnects."""
+    """A connected peer. `users`: calls at work with it. Doomed: the last of them disconnects.
+
+    `pending`: reads that were given up and are not over. `over`: reads whose handles nobody has freed yet.
+    """
 
     peer: PeerId
     users: int = 0
     doomed: bool = False
     pending: list[Read] = field(default_factory=list)
+    over: deque[Read] = field(default_factory=deque)
     gone: threading.Event = field(default_factory=threading.Event)
+
+    def free(self) -> None:
+        """Free the handles of reads that are over."""
+        while self.over:
+            self.over.popleft().close()
 
 
 class Links:
@@ -92,6 +102,7 @@ class Links:
             self._drop(link)
 
     def _drop(self, link: Link) -> None:
+        link.free()
         for read in link.pending:
             read.close()
         self._wire.disconnect(link.peer)

@@ -1,7 +1,7 @@
 """Blocks straight from another node's CPU slab into our own: lending, and borrowing, over a `Wire` on the slab.
 
 The lender pins the blocks and says where they lie (`slab_loan`); the borrower reads them one-sided, verifies its copy
-(`verify_block`), and gives the loan back. A lender that dies, freezes or forgets costs the borrower a deadline, never
+(`whole_blocks`), and gives the loan back. A lender that dies, freezes or forgets costs the borrower a deadline, never
 a wrong byte: what was read is compared with its key and checksums after the read.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -19,14 +20,17 @@ from kv_tiers.store_ports import Loan, joined
 from kv_tiers.tier import BlockMemory, Fetched
 from kv_tiers.transfer.slab_links import Link, Links
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
-from kv_tiers.transfer.wire import Span, Step, Wire
-from kv_tiers.verify import verify_block
+from kv_tiers.transfer.wire import Read, Span, Step, Wire
+from kv_tiers.verify import whole_blocks
 
-READ_BYTES = 4 << 20
-"""One read: small enough to be verified while it is in the cache."""
+READ_BYTES = 8 << 20
+"""One read: verified while the next is under way, and still in the cache. Smaller ones cost more than they overlap."""
 
 BUSY_POLL_S = 0.0003
 IDLE_POLL_S = 0.25
+
+_SHORTEST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 500e-6
 
 
 class Lender(Protocol):
@@ -63,6 +67,9 @@ class SlabExchange:
         self._clock = clock
         self._links = Links(wire)
         self._checking = ThreadPoolExecutor(1, "slab-check")
+        # NIXL may copy inside a call that posts, and others wait until it is over: whoever frees a handle, with the
+        # GIL. So one posts at a time, and handles are freed by the next who does.
+        self._posting = threading.Lock()
         self._lent = False
         self._woken = threading.Event()
         self._closing = False
@@ -123,43 +130,73 @@ class SlabExchange:
     def _read_pieces(
         self, link: Link, loan: SlabLoan, keys: Sequence[BlockKey], offsets: Sequence[int], until: float
     ) -> list[Fetched]:
-        checks: list[Future[list[Fetched]]] = []
+        """One answer per key. All pieces are posted at once: nobody waits for the lender between two of them."""
         step = max(1, READ_BYTES // self.slot_bytes)
-        for at in range(0, len(keys), step):
-            spans = [
-                Span(address, offset, self.slot_bytes)
-                for address, offset in zip(
-                    loan.addresses[at : at + step], offsets[at : at + step], strict=True
-                )
-            ]
-            if link.doomed or not self._finish(link, spans, until):
-                break
+        pieces = [slice(at, at + step) for at in range(0, len(keys), step)]
+        landing: deque[tuple[slice, Read]] = deque()
+        checks: list[tuple[slice, Future[list[Fetched]]]] = []
+
+        def landed(piece: slice) -> None:
             # While the next ones are read: both are bound by memory, but neither takes all of it.
-            checks.append(self._checking.submit(self._check, keys[at : at + step], offsets[at : at + step]))
-        return [answer for check in checks for answer in check.result()]
+            checks.append((piece, self._checking.submit(self._check, keys[piece], offsets[piece])))
+
+        # All of one loan before the next: two that took turns would be read, and then verified, at the same time.
+        with self._posting:
+            for piece in pieces:
+                if link.doomed or self._clock() >= until:
+                    break
+                spans = [
+                    Span(address, offset, self.slot_bytes)
+                    for address, offset in zip(loan.addresses[piece], offsets[piece], strict=True)
+                ]
+                link.free()
+                landing.append((piece, self._wire.read(link.peer, spans)))
+                if not self._take_landed(link, landing, landed):
+                    break
+        self._finish(link, landing, landed, until)
+        answers = [Fetched.FAILED] * len(keys)
+        for piece, check in checks:
+            answers[piece] = check.result()
+        return answers
 
     def _check(self, keys: Sequence[BlockKey], offsets: Sequence[int]) -> list[Fetched]:
-        return [
-            Fetched.HIT
-            if verify_block(self._memory.view(offset, self.slot_bytes), key) is None
-            else Fetched.CORRUPT
-            for key, offset in zip(keys, offsets, strict=True)
-        ]
+        views = [self._memory.view(offset, self.slot_bytes) for offset in offsets]
+        return [Fetched.HIT if whole else Fetched.CORRUPT for whole in whole_blocks(views, keys)]
 
-    def _finish(self, link: Link, spans: Sequence[Span], until: float) -> bool:
-        """One read, to its end or to the deadline; whether it landed."""
-        read = self._wire.read(link.peer, spans)
-        pause = 20e-6
-        while (step := read.state()) is Step.PENDING:
-            if self._clock() >= until:
-                link.pending.append(read)
-                return False
+    def _take_landed(
+        self, link: Link, landing: deque[tuple[slice, Read]], landed: Callable[[slice], None]
+    ) -> bool:
+        """Remove the leading reads that are over, and hand on those that are done. False: one of them failed."""
+        good = True
+        while landing and (step := landing[0][1].state()) is not Step.PENDING:
+            piece, read = landing.popleft()
+            link.over.append(read)
+            if step is Step.DONE:
+                landed(piece)
+            else:
+                link.doomed, good = True, False
+        return good
+
+    def _finish(
+        self,
+        link: Link,
+        landing: deque[tuple[slice, Read]],
+        landed: Callable[[slice], None],
+        until: float,
+    ) -> None:
+        """Wait for the rest, to the deadline; what is not over then is left to the link."""
+        pause = _SHORTEST_PAUSE_S
+        while landing:
+            before = len(landing)
+            good = self._take_landed(link, landing, landed)
+            if good and len(landing) < before:
+                pause = _SHORTEST_PAUSE_S
+                continue
+            if not good or self._clock() >= until:
+                link.pending += [read for _, read in landing]
+                return
             time.sleep(pause)
-            pause = min(pause * 1.5, 500e-6)
-        read.close()
-        if step is not Step.DONE:
-            link.doomed = True
-        return step is Step.DONE
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
     def _poll_for_ever(self) -> None:
         while not self._closing:
