@@ -164,6 +164,9 @@ def test_serve_writes_the_key_where_only_its_owner_reads(
     monkeypatch.setattr(launch, "Child", Started)
     monkeypatch.setattr(launch, "is_free", lambda host, port: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv(
+        "RAY_SERVE_HAPROXY_BINARY_PATH", raising=False
+    )  # another test of this process may have set it
     with pytest.raises(Started) as started:
         main(["serve", "--host", asked, f"model={tmp_path}", "api_key=hunter2"])
     given = started.value

@@ -17,11 +17,11 @@ def _fail_steps(engine, times: int) -> None:
     class Failing:
         spec = engine.model.spec
 
-        def forward(self, *args):
+        def forward(self, *args, **options):
             if left[0]:
                 left[0] -= 1
                 raise RuntimeError("a kernel failed")
-            return step(*args)
+            return step(*args, **options)
 
     engine.model = Failing()
 

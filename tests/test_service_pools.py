@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +139,10 @@ async def test_reports_that_fail_show_in_health(monkeypatch):
     reports: list[Any] = []
 
     class Directory:
-        class report:
-            remote: Callable[..., Any]
+        async def report(self, *report):
+            reports.append(report)
 
-    async def take(*report):
-        reports.append(report)
-
-    Directory.report.remote = take
-    monkeypatch.setattr("deployments.telemetry.directory_actor", lambda application: Directory)
+    monkeypatch.setattr("deployments.telemetry.DirectoryClient", lambda application: Directory())
     monkeypatch.setattr("deployments.telemetry.HEARTBEAT_S", 0.0)
     fail = False
 
