@@ -33,7 +33,8 @@ class AgentTier:
 
     What cannot be asked is a miss. An agent that restarted has a new slab: it is attached when no lease of the old one
     is open any more, and until then everything is a miss. Calls block for at most `CALL_S` seconds each, and a read for
-    what its blocks are worth on top; a lease that comes later is ended when it comes.
+    what its blocks are worth on top; a lease that comes later is ended when it comes, and until then no other is asked
+    for: an agent that hangs costs one wait, not one per prompt.
     """
 
     CALL_S = 5.0
@@ -47,7 +48,7 @@ class AgentTier:
         self._agent = agent()
         self._owner = owner
         self._lock = threading.Lock()
-        self._open = 0
+        self._open = self._late = 0
         self._slab: Slab | None = None
         self._incarnation = 0
         self._attach(self.START_S)
@@ -103,6 +104,8 @@ class AgentTier:
     ) -> Lease:
         """A lease of the agent's present life, or `nothing`; `end` ends one that came too late to be used."""
         with self._lock:
+            if self._late:
+                return nothing
             self._open += 1
             agent, incarnation = self._agent, self._incarnation
         reference = call(agent, incarnation)
@@ -111,6 +114,8 @@ class AgentTier:
             answer = self._wait(reference, timeout=within_s)
         except GetTimeoutError:
             _log.warning("the node agent did not answer within %g s; taken as a miss", within_s)
+            with self._lock:
+                self._late += 1
 
             def outwait() -> None:
                 late: Lease | None = None
@@ -120,7 +125,9 @@ class AgentTier:
                     _log.warning("node agent: %s", type(error).__name__)
                 if late is not None:
                     end(agent, incarnation, late)
-                self._closed()
+                with self._lock:
+                    self._late -= 1
+                    self._open -= 1
 
             threading.Thread(target=outwait, name="late-lease", daemon=True).start()
             return nothing
@@ -140,7 +147,11 @@ class AgentTier:
 
     def _attach(self, within_s: float) -> None:
         """Map the slab of the agent's present life; a failure leaves the old one, and everything a miss."""
-        self._agent = self._find_agent()
+        try:
+            self._agent = self._find_agent()
+        except (RayError, ValueError) as error:  # Ray could not look it up or make it
+            _log.warning("node agent: %s; taken as a miss", type(error).__name__)
+            return
         found: Attachment | None = self._ask(
             self._agent.attach.remote(self._owner, os.getpid()), None, within_s
         )

@@ -177,7 +177,7 @@ class NodeAgent:
     async def prepare_read(
         self, incarnation: int, keys: Sequence[BlockKey], owner: str, worth_s: float = 0.0
     ) -> ReadLease | None:
-        if incarnation != self._incarnation:
+        if not self._serves(incarnation, owner):
             return None
         lease = await self._store.prepare_read(keys, owner, worth_s=worth_s)
         if owner not in self._owners:  # it died while we loaded: nobody would end this lease
@@ -192,7 +192,7 @@ class NodeAgent:
     async def prepare_write(
         self, incarnation: int, keys: Sequence[BlockKey], owner: str, tenant: str | None = None
     ) -> WriteLease | None:
-        if incarnation != self._incarnation:
+        if not self._serves(incarnation, owner):
             return None
         return self._store.prepare_write(keys, owner, tenant=tenant)
 
@@ -266,6 +266,10 @@ class NodeAgent:
 
     # Its own life.
 
+    def _serves(self, incarnation: int, owner: str) -> bool:
+        """Whether a lease would be ended: of this life, for an owner whose death would be noticed."""
+        return incarnation == self._incarnation and owner in self._owners
+
     async def close(self) -> None:
         """Let go of everything; the tiers below keep what they have."""
         for task in self._tasks:
@@ -278,7 +282,7 @@ class NodeAgent:
     def _bury_the_dead(self) -> None:
         """Reclaim what dead replicas held. A stalled one is not dead: nothing else fences its writes."""
         for owner, (pid, started) in list(self._owners.items()):
-            if process_started(pid) != started:
+            if started is None or process_started(pid) != started:  # None: dead before it was attached
                 del self._owners[owner]
                 reclaimed = self._store.release_owner(owner)
                 _log.warning("%s died, %d leases reclaimed", owner, reclaimed.leases)

@@ -266,6 +266,10 @@ class SlotBooks:
         """
         return sum(self._table.adopt(key, slot, tenant) for key, slot in pairs)
 
+    def tell_gone(self, gone: Callable[[BlockKey], None]) -> None:
+        """From now on `gone` hears of every block that becomes invisible, whatever the reason, at once."""
+        self._table.gone = gone
+
     def tenants(self) -> dict[str | None, int]:
         """Used slots by the tenant that is charged for them."""
         return self._quotas.charged()

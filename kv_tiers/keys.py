@@ -15,6 +15,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,14 +62,21 @@ class Fingerprint:
         return cls(_hash(_FINGERPRINT_DOMAIN, *fields))
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class BlockKey:
-    """Name of one block's full prompt KV. Made by `block_keys`; others only compare, sort and store it."""
-
+class _Digest(NamedTuple):
     digest: bytes
 
-    def __post_init__(self) -> None:
-        _check_digest(self.digest)
+
+class BlockKey(_Digest):
+    """Name of one block's full prompt KV. Made by `block_keys`; others only compare, sort and store it.
+
+    A tuple, for books look keys up some fifty times per block, and a dataclass hashes and compares in Python.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, digest: bytes) -> BlockKey:
+        _check_digest(digest)
+        return super().__new__(cls, digest)
 
     def __repr__(self) -> str:
         return f"BlockKey({self.digest[:6].hex()})"

@@ -166,7 +166,7 @@ class NvmeTier:
             placed = [(entry.key, entry.offset // self.slot_bytes) for entry in lease.entries]
             job = ReadJob(self._medium, placed, [into[index] for index in there], self._generation - 1)
             try:
-                ended = await self._work(job.run, len(there) * self.slot_bytes, self._reading)
+                ended = await self._work(job.run, len(there) * self.slot_bytes, self._reading, may_skip=True)
                 self._judge_read(job, placed, late=ended.late)
             finally:
                 self._books.complete_read(lease.id)
@@ -310,9 +310,7 @@ class NvmeTier:
             self._unreadable.clear()
         if not late:
             moved = any(answer is not Fetched.FAILED for answer in job.answers)
-            self._count(
-                self._reading, moved, next((error for error in job.errors if error is not None), None)
-            )
+            self._count(self._reading, moved, next((error for error in job.errors if error), None))
 
     async def _put(
         self,
@@ -338,7 +336,7 @@ class NvmeTier:
         written: list[BlockKey] = []
         try:
             if placed:
-                ended = await self._work(job.run, len(placed) * self.slot_bytes, self._writing)
+                ended = await self._work(job.run, len(placed) * self.slot_bytes, self._writing, may_skip=True)
                 written = [
                     place.key for place, error in zip(placed, job.errors, strict=True) if error is None
                 ]
@@ -365,12 +363,14 @@ class NvmeTier:
         )
         ended.resume()
 
-    async def _work(self, work: Callable[[Stop], _T], nbytes: int, breaker: Breaker) -> Ended[_T]:
+    async def _work(
+        self, work: Callable[[Stop], _T], nbytes: int, breaker: Breaker, *, may_skip: bool = False
+    ) -> Ended[_T]:
         def late() -> None:
             self.faults.late += 1
             breaker.failed(self._clock())
 
-        return await self._calls.run(work, nbytes, late)
+        return await self._calls.run(work, nbytes, late, may_skip=may_skip)
 
     def _count(self, breaker: Breaker, moved: bool, error: OSError | None) -> None:
         """A call ended in time: with some success, or with nothing but errors."""

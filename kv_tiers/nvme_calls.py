@@ -30,9 +30,9 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Ended(Generic[_T]):
-    """What the work returned. `late`: not before its deadline. `cancelled`: its caller was, meanwhile."""
+    """What the work returned, None if it was skipped. `late`: not before its deadline. `cancelled`: its caller was."""
 
-    value: _T
+    value: _T | None
     late: bool
     cancelled: bool
 
@@ -70,10 +70,13 @@ class WorkerCalls:
             if not self._open:
                 self._quiet.set()
 
-    async def run(self, work: Callable[[Stop], _T], nbytes: int, late: Callable[[], None]) -> Ended[_T]:
+    async def run(
+        self, work: Callable[[Stop], _T], nbytes: int, late: Callable[[], None], *, may_skip: bool = False
+    ) -> Ended[_T]:
         """Run `work(stop)` to its end, however long that takes, also when the caller is cancelled.
 
-        `stop()` is true from the deadline on, when `late` is called, and after a cancellation or `finish`.
+        `stop()` is true from the deadline on, when `late` is called, and after a cancellation or `finish`. `may_skip`:
+        what no thread has taken up at the deadline, since all of them hang, is not run at all.
         """
         loop = asyncio.get_running_loop()
         stop = threading.Event()
@@ -83,11 +86,14 @@ class WorkerCalls:
             nonlocal is_late
             is_late = True
             stop.set()
+            if may_skip:
+                submitted.cancel()  # in vain once it runs
             late()
 
         self._stops.add(stop)
+        submitted = self._pool.submit(work, stop.is_set)
         timer = loop.call_later(self._deadline.of(nbytes), too_late)
-        future = loop.run_in_executor(self._pool, work, stop.is_set)
+        future = asyncio.wrap_future(submitted)
         while not future.done():
             try:
                 await asyncio.wait((future,))
@@ -96,7 +102,7 @@ class WorkerCalls:
                 stop.set()
         timer.cancel()
         self._stops.discard(stop)
-        return Ended(future.result(), is_late, cancelled)
+        return Ended(None if future.cancelled() else future.result(), is_late, cancelled)
 
     async def finish(self) -> bool:
         """Stop what is under way; whether all of it ended in time."""

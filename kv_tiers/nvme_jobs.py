@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kv_tiers.keys import BlockKey
 from kv_tiers.nvme_file import NvmeFile
 from kv_tiers.nvme_index import Placed, SlotIndex
-from kv_tiers.nvme_io import FileEngine, FileSpan, Motion
+from kv_tiers.nvme_io import FileEngine, FileSpan, Motion, not_begun
 from kv_tiers.tier import Fetched
 from kv_tiers.verify import verify_block
 
@@ -70,13 +70,13 @@ class ReadJob:
 class WriteJob:
     """Writes blocks into slots that the caller owns: voids their records, writes, records those that were written.
 
-    After `run`: `errors` per block. `generation`: the first of as many as there are blocks.
+    `errors` per block; before `run`, each has not begun. `generation`: the first of as many as there are blocks.
     """
 
     def __init__(
         self, medium: Medium, placed: Sequence[Placed], blocks: Sequence[memoryview], generation: int
     ) -> None:
-        self.errors: list[OSError | None] = [None] * len(placed)
+        self.errors: list[OSError | None] = [not_begun()] * len(placed)
         self._medium = medium
         self._placed = placed
         self._blocks = blocks
@@ -86,7 +86,7 @@ class WriteJob:
         medium = self._medium
         error = medium.index.blank(medium.engine, [place.slot for place in self._placed], stop)
         if error is not None:
-            self._fail(error)
+            self.errors = [error] * len(self._placed)
             return
         spans = [
             medium.span(place.slot, block) for place, block in zip(self._placed, self._blocks, strict=True)
@@ -97,10 +97,7 @@ class WriteJob:
             return
         error = medium.file.sync() or medium.index.commit(medium.engine, written, self._generation, stop)
         if error is not None:
-            self._fail(error)
+            self.errors = [error if old is None else old for old in self.errors]
 
     def _ended(self, index: int, error: OSError | None) -> None:
         self.errors[index] = error
-
-    def _fail(self, error: OSError) -> None:
-        self.errors = [error if old is None else old for old in self.errors]

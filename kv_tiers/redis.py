@@ -186,10 +186,14 @@ class RedisClient:
             runs = list(answer.values()) if "run_id" not in answer else [answer]
         else:
             runs = [await self._ask(self._redis.info("server"))]
-        started = max(
-            int(run.get("server_time_usec", 0)) // 1_000_000 - int(run["uptime_in_seconds"]) for run in runs
-        )
-        ids = ",".join(sorted(str(run["run_id"]) for run in runs))
+        try:
+            started = max(
+                int(run.get("server_time_usec", 0)) // 1_000_000 - int(run["uptime_in_seconds"])
+                for run in runs
+            )
+            ids = ",".join(sorted(str(run["run_id"]) for run in runs))
+        except (KeyError, ValueError) as error:  # something that speaks like Redis
+            raise Unreachable(f"INFO tells of no run: {error}") from error
         return max(started, 0) << 31 | xxhash.xxh3_64_intdigest(ids.encode()) >> 33
 
     async def get(self, name: bytes) -> bytes | Fetched:

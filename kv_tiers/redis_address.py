@@ -17,6 +17,7 @@ _OPTIONS = (
     "ssl_check_hostname",
     "ssl_keyfile",
 )
+_ENCODE = "in user and password /, ?, # and % are written %2F, %3F, %23 and %25"
 _NO = ("0", "false", "no", "none")
 
 
@@ -44,7 +45,13 @@ class RedisAddress:
         TLS options in the query, named as redis-py's: ssl_ca_certs, ssl_certfile, ssl_keyfile (paths), ssl_cert_reqs
         (none or required), ssl_check_hostname.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or _DEFAULT_PORT
+        except ValueError:  # whose text may be a piece of the password
+            raise ValueError(f"a Redis URL has no such host or port; {_ENCODE}") from None
+        if parts.fragment or ("@" in parts.query and "@" not in parts.netloc):
+            raise ValueError(f"a Redis URL has its password before path and options, and no #; {_ENCODE}")
         if parts.scheme not in _SCHEMES:
             raise ValueError(f"a Redis URL starts with {', '.join(f'{name}://' for name in _SCHEMES)}")
         options = dict(parse_qsl(parts.query))
@@ -54,17 +61,19 @@ class RedisAddress:
         scheme, _, suffix = parts.scheme.partition("+")
         cluster = suffix == "cluster" or options.get("cluster", "0") not in _NO
         unix = scheme == "unix"
-        db = int(options.get("db") or ("" if unix else parts.path.strip("/")) or 0)
-        if cluster and (unix or db):
+        db = options.get("db") or ("" if unix else parts.path.strip("/")) or "0"
+        if not (db.isascii() and db.isdigit()):
+            raise ValueError(f"a Redis database is a number; {_ENCODE}")
+        if cluster and (unix or int(db)):
             raise ValueError("a Redis cluster has no unix socket and only database 0")
         if unix and not parts.path:
             raise ValueError("unix:// needs the path of a socket")
         rest = {name: value for name, value in options.items() if name != "cluster"}
         return cls(
             host=parts.hostname or "localhost",
-            port=parts.port or _DEFAULT_PORT,
+            port=port,
             path=unquote(parts.path) if unix else None,
-            db=db,
+            db=int(db),
             username=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password else None,
             tls=_tls(options) if scheme == "rediss" else None,

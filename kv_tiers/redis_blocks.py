@@ -53,6 +53,7 @@ class RedisBlocks:
         self._lanes = lanes
         self._books = books
         self._charges = Charges(nbytes, books.slots)
+        books.tell_gone(self._charges.give_up)
         self._pack = pack
         self._breaker = breaker
         self._clock = clock
@@ -130,7 +131,6 @@ class RedisBlocks:
                 self._upkeep.pins.pop(key, None)
                 if key not in self._upkeep.writing:
                     self._charges.owe(key)
-                    self._charges.give_up(key)
             await self._upkeep.attempt(self._upkeep.pay)
         return dropped
 
@@ -152,21 +152,17 @@ class RedisBlocks:
         """As in `Tier`. Redis forgets expired blocks by itself too, pinned ones are renewed there."""
         expired = self._books.expire()
         if expired:
-            for key in [
-                key for key in self._charges if key not in self._upkeep.writing and not self._books.holds(key)
-            ]:
-                self._charges.give_up(key)
             self._upkeep.wake()
         return expired
 
     async def clear(self) -> None:
         """As in `Tier`: every block of ours in this Redis, whichever node wrote it, and no other key."""
         with self._call():
+            for key in [key for key in self._charges if key not in self._upkeep.writing]:
+                self._charges.forget(key)
             self._books.clear()
             self._upkeep.pins.clear()
             self._upkeep.condemned |= self._upkeep.writing
-            for key in [key for key in self._charges if key not in self._upkeep.writing]:
-                self._charges.forget(key)
             self._upkeep.clearing = True
             await self._upkeep.attempt(self._upkeep.sweep)
 
@@ -194,6 +190,7 @@ class RedisBlocks:
         self._started = False
         await self._idle.wait()
         await self._upkeep.close()
+        await self._upkeep.attempt(self._upkeep.pay)
         await self._lanes.close()
         await self._client.close()
 
@@ -221,9 +218,10 @@ class RedisBlocks:
         hits = 0
         try:
             fetched = await self._lanes.fetch([Wanted(keys[index], into[index]) for index in asked])
-            for index, charge, answer in zip(asked, before, fetched, strict=True):
+            hidden = [self._upkeep.hides(keys[index]) for index in asked]  # before any of them is found lost
+            for index, charge, answer, is_hidden in zip(asked, before, fetched, hidden, strict=True):
                 hits += answer is Fetched.HIT and charge is not None
-                answers[index] = Fetched.MISS if self._upkeep.hides(keys[index]) else answer
+                answers[index] = Fetched.MISS if is_hidden else answer
                 if answer in (Fetched.MISS, Fetched.CORRUPT):
                     self._lost(keys[index], charge, answer)
         finally:
@@ -247,7 +245,6 @@ class RedisBlocks:
         self._upkeep.writing.update(mine)
         done: list[BlockKey] = []
         try:
-            self._take_slots(lease.entries)
             there = await self._written_by_others(mine)
             frames = await self._frames([key for key in mine if key not in there], sources)
             sizes = there | {key: frame.nbytes for key, frame in frames.items()}
@@ -275,14 +272,6 @@ class RedisBlocks:
         for key in done:
             if key not in visible:
                 answers[key] = Stored.FAILED  # cleared meanwhile
-
-    def _take_slots(self, entries: Sequence[Entry]) -> None:
-        """What the books have evicted for these entries, and older generations of them, are to be removed."""
-        for entry in entries:
-            old = self._charges.in_slot(entry.offset // self.slot_bytes)
-            if old is not None:
-                self._charges.give_up(old.key)
-            self._charges.give_up(entry.key)
 
     async def _written_by_others(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
         """Of those that Redis has already, the frames' lengths; what is to be removed is not had."""
@@ -312,8 +301,8 @@ class RedisBlocks:
         for key, offset in entries:
             if (size := sizes.get(key)) is None:
                 continue
-            while not self._charges.fits(size) and (victims := self._books.evict(1)):
-                self._charges.give_up(victims[0])
+            while not self._charges.fits(size) and self._books.evict(1):
+                pass
             if self._charges.fits(size):
                 self._charges.add(key, offset // self.slot_bytes, size)
                 taken.append(key)
@@ -328,8 +317,7 @@ class RedisBlocks:
         full = await self._send_once(outgoing, answers, done)
         if full:
             # Twice as many: what is on its way takes memory in the server too.
-            for victim in self._books.evict(2 * len(full)):
-                self._charges.give_up(victim)
+            self._books.evict(2 * len(full))
             await self._upkeep.pay()
             for each in await self._send_once(full, answers, done):
                 answers[each.key] = Stored.NO_ROOM
@@ -350,9 +338,8 @@ class RedisBlocks:
         if self._charges.get(key) is not before or key in self._upkeep.writing:
             return
         if before is not None:
-            self._books.drop([key])
+            self._books.drop([key])  # and Redis is told, for of a block in parts some may be left
             self._upkeep.pins.pop(key, None)
-            self._charges.give_up(key)  # of a block in parts some may be left
         elif answer is Fetched.CORRUPT:
             self._charges.owe(key)
         else:

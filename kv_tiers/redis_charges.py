@@ -49,10 +49,6 @@ class Charges:
         """The charge of a block that is in the books, or being written."""
         return self._by_key.get(key)
 
-    def in_slot(self, slot: int) -> Charge | None:
-        """Who is charged for a slot; maybe a block that the books have given up since."""
-        return self._by_slot.get(slot)
-
     def fits(self, frame_bytes: int) -> bool:
         """Whether there is room now."""
         return self.used + charge_of(frame_bytes) <= self.bound

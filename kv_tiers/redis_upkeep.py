@@ -177,9 +177,9 @@ class Upkeep:
                 listing = await list_blocks(self._client)
                 spared = changed | self.writing
                 gone = [key for key in before if key not in listing.frames and key not in spared]
-                self._books.drop(gone)
                 for key in gone:
                     self._charges.forget(key)
+                self._books.drop(gone)
                 await self._adopt(listing.frames, changed, first=first)
                 await self._client.remove(listing.debris)
             finally:
@@ -190,7 +190,6 @@ class Upkeep:
         for count, (key, frame_bytes) in enumerate(frames.items()):
             if count % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-                slots = self._charges.free_slots()  # puts went on
             if key in self._charges or key in self.writing or key in changed or self._charges.is_owed(key):
                 continue
             slot = next(slots, None) if self._charges.fits(frame_bytes) else None

@@ -187,11 +187,7 @@ class RespConnection:
                 self._sock.settimeout(left)
                 count = self._sock.recv_into(target)
             else:
-                # The kernel's own timeout bounds the call as a whole; Python's would poll before each piece.
-                micros = max(1000, int(left * 1e6))
-                self._sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(micros, 1_000_000))
-                )
+                self._bound_by_kernel(socket.SO_RCVTIMEO, left)
                 count = self._sock.recv_into(target, 0, socket.MSG_WAITALL if whole else 0)
         except (TimeoutError, BlockingIOError) as late:
             raise TooLate("no reply in time") from late
@@ -205,15 +201,22 @@ class RespConnection:
         left = self._left(deadline)
         try:
             if len(data) < _BUFFER_BYTES and not isinstance(self._sock, ssl.SSLSocket):
-                self._sock.sendall(data)  # fits into the socket's buffer
+                # Usually fits into the socket's buffer; behind a large piece that nobody reads it does not.
+                self._bound_by_kernel(socket.SO_SNDTIMEO, left)
+                self._sock.sendall(data)
                 return
             self._sock.settimeout(left)
             self._sock.sendall(data)
             self._sock.settimeout(None)
-        except TimeoutError as late:
+        except (TimeoutError, BlockingIOError) as late:
             raise TooLate("not taken in time") from late
         except (OSError, ValueError) as error:
             raise LinkDown(str(error)) from error
+
+    def _bound_by_kernel(self, option: int, seconds: float) -> None:
+        """The kernel's own timeout bounds a system call as a whole; Python's would poll before each piece."""
+        micros = max(1000, int(seconds * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
 
     def _left(self, deadline: float) -> float:
         left = deadline - time.monotonic()

@@ -57,6 +57,7 @@ class SlotTable:
         self.kept: set[BlockKey] = set()  # visible, and held or pinned
         self.quotas = quotas
         self.journal = Journal()
+        self.gone: Callable[[BlockKey], None] | None = None  # hears of what is hidden
         self._last_uses = last_uses
         self._clock = clock
 
@@ -172,6 +173,8 @@ class SlotTable:
             self.journal.vanished(key)
             block.state, block.pins = SlotState.CONDEMNED, 0
             self._settle(block, 0.0)
+            if self.gone is not None:
+                self.gone(key)
 
     def expired(self) -> list[BlockKey]:
         """Idle keys whose time is over. The caller hides them."""

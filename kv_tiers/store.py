@@ -174,7 +174,11 @@ class TieredStore:
         if not keys:
             return 0
         async with self._fetches.brought(keys, math.inf):
-            return self._books.longest_run(keys)
+            run = self._books.longest_run(keys)
+            self._books.accessed(
+                keys[:run]
+            )  # a policy that learns takes what no request had for worth nothing
+            return run
 
     async def evict(
         self, keys: Sequence[BlockKey], tiers: Sequence[str] | None = None, *, keep: bool = False
@@ -189,6 +193,7 @@ class TieredStore:
         if _named(CPU, tiers):
             counts[CPU] = self._books.drop(keys)
             self._pins.forget(CPU, gone)
+            await self._spill.forget(gone)
         for tier in self.lower:
             if _named(tier.name, tiers) and tier in self._lower:
                 self._pins.forget(tier.name, gone)
@@ -202,6 +207,7 @@ class TieredStore:
             cleared[CPU] = Cleared(self._books.stats().visible, 0)
             self._books.clear()
             self._pins.forget(CPU)
+            await self._spill.forget()
         for tier in self.lower:
             if _named(tier.name, tiers) and tier in self._lower:
                 before = tier.stats().visible

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from kv_tiers.books import SlotBooks
 from kv_tiers.keys import BlockKey
@@ -21,14 +22,23 @@ BATCH_BYTES = 8 << 20
 
 OWNER = "store:spill"
 
-_LOW_SHARE = 1 / 4
-"""Share of the slots that is to be free, or copied already, at any time."""
+_LOW_SHARE, _MOST_LOW = 1 / 4, 8192
+"""Share of the slots, and most of them, that is to be free, or copied already, at any time."""
+
+_LOOKED_AT_ONCE = 1024
+"""Blocks between two turns of the event loop."""
+
+_LOOK_REST = 9.0
+"""Pause after a look at what goes next, in multiples of what it took: whoever writes a lot nudges all the time."""
 
 _AGAIN_S = 30.0
 """After so long a block that was refused is looked at again."""
 
 _LEAST_PAUSE, _MOST_PAUSE, _LONGEST_PAUSE_S = 0.25, 4.0, 1.0
 """Pause after a batch: so many times its own duration, the more the busier the machine; a second at most."""
+
+_FORGET_S = 5.0
+"""Longest wait for a batch that is being written, by whoever forgets blocks of it."""
 
 _KEPT = (Stored.STORED, Stored.PRESENT)
 
@@ -64,10 +74,11 @@ class Spill:
         self._tenant_of = tenant_of
         self._queue: OrderedDict[BlockKey, None] = OrderedDict()
         self._settled: OrderedDict[BlockKey, float] = OrderedDict()  # not to be looked at again before
-        self._low = max(1, int(books.slots * _LOW_SHARE))
+        self._low = max(1, min(int(books.slots * _LOW_SHARE), _MOST_LOW))
         self._batch = max(1, BATCH_BYTES // books.slot_bytes)
         self._work = asyncio.Event()
         self._writing = asyncio.Lock()
+        self._copying: dict[BlockKey, int] = {}  # the batch that is being written, and where its blocks lie
         self._rushing = 0
         self._task: asyncio.Task[None] | None = None
         self.counters = SpillCounters()
@@ -126,6 +137,16 @@ class Spill:
         finally:
             self._rushing -= 1
 
+    async def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
+        """Write these (None: all) down no more; returns when they are not being written either, or after a while."""
+        gone = [*self._queue, *self._copying] if keys is None else keys
+        for key in gone:
+            self._queue.pop(key, None)
+            self._copying.pop(key, None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FORGET_S), self._writing:
+                pass
+
     def check(self) -> None:
         """The queue is bounded."""
         assert len(self._queue) <= self._books.slots
@@ -134,11 +155,12 @@ class Spill:
         while True:
             await self._work.wait()
             self._work.clear()
-            await self._choose()
+            looked_s = await self._choose()
             while self._queue and self._lower:
                 began = self._clock()
                 await self._write_batch()
                 await self._rest(self._clock() - began)
+            await asyncio.sleep(0 if self._rushing else min(_LOOK_REST * looked_s, _LONGEST_PAUSE_S))
 
     async def _rest(self, seconds: float) -> None:
         """Leave the machine to others, in proportion to what a batch took."""
@@ -146,15 +168,30 @@ class Spill:
         ratio = _LEAST_PAUSE + (_MOST_PAUSE - _LEAST_PAUSE) * busy * busy
         await asyncio.sleep(0 if self._rushing else min(seconds * ratio, _LONGEST_PAUSE_S))
 
-    async def _choose(self) -> None:
-        """Queue those of the next to be evicted that would be lost and are worth a write."""
+    async def _choose(self) -> float:
+        """Queue those of the next to be evicted that would be lost and are worth a write; → seconds of looking."""
         needed = self._low - self._books.stats().free
         if needed <= 0 or not self._lower:
-            return
+            return 0.0
         now = self._clock()
-        cold = [key for key in self._books.coldest(needed) if not self._is_settled(key, now)]
-        if not cold:
-            return
+        cold = await self._unsettled(self._books.coldest(needed), now)
+        looked_s = self._clock() - now
+        if cold:
+            await self._judge(cold, now)
+        return looked_s
+
+    async def _unsettled(self, keys: Sequence[BlockKey], now: float) -> list[BlockKey]:
+        """Those that nothing is known of yet."""
+        unsettled: list[BlockKey] = []
+        for at in range(0, len(keys), _LOOKED_AT_ONCE):
+            if at:
+                await asyncio.sleep(0)
+            part = keys[at : at + _LOOKED_AT_ONCE]
+            unsettled += [key for key in part if not self._is_settled(key, now)]
+        return unsettled
+
+    async def _judge(self, cold: Sequence[BlockKey], now: float) -> None:
+        """Queue what nobody else has and is worth a write."""
         copies = await self._directory.copies(joined(cold))
         sole = []
         for place, key in enumerate(cold):
@@ -208,27 +245,30 @@ class Spill:
             began = self._clock()
             lease = self._books.prepare_copy(batch, OWNER)
             try:  # the lease keeps the slots from being refilled
-                places = {entry.key: entry.offset for entry in lease.entries}
+                self._copying = {entry.key: entry.offset for entry in lease.entries}
                 kept: set[BlockKey] = set()
                 for tier in tuple(self._lower):
-                    if tier in self._lower:  # not let go of meanwhile
-                        kept |= await self._put(tier, places)
-                for key in places.keys() - kept:
+                    kept |= await self._put(tier)
+                for key in self._copying.keys() - kept:
                     self._settle(key, self._clock())
             finally:
+                self._copying = {}
                 self._books.complete_read(lease.id)
                 self._books.unprotect(batch)
                 self.counters.seconds += self._clock() - began
 
-    async def _put(self, tier: Tier, places: dict[BlockKey, int]) -> set[BlockKey]:
+    async def _put(self, tier: Tier) -> set[BlockKey]:
         """Hand what the tier does not have to it, one tenant after the other; → what it has afterwards."""
-        kept = {key for key in places if tier.longest_run([key])}
+        kept = {key for key in self._copying if tier.longest_run([key])}
         by_tenant: dict[str | None, list[BlockKey]] = {}
-        for key in places:
+        for key in self._copying:
             if key not in kept:
                 by_tenant.setdefault(self._tenant_of(key), []).append(key)
-        for tenant, keys in by_tenant.items():
-            views = [self._memory.view(places[key], self._books.slot_bytes) for key in keys]
+        for tenant, wanted in by_tenant.items():
+            keys = [key for key in wanted if key in self._copying]  # not forgotten meanwhile
+            if not keys or tier not in self._lower:  # let go of meanwhile
+                continue
+            views = [self._memory.view(self._copying[key], self._books.slot_bytes) for key in keys]
             answers = await tier.put(keys, views, tenant=tenant)
             kept.update(key for key, answer in zip(keys, answers, strict=True) if answer in _KEPT)
             stored = answers.count(Stored.STORED)

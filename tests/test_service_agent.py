@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,38 @@ async def test_a_late_lease_of_an_agent_that_dies_is_not_waited_for_any_more(clu
     assert await write_blocks(tier, KEYS[:2]) == 2
 
 
+async def test_a_frozen_agent_costs_one_wait_and_one_thread_however_many_ask(cluster, monkeypatch):
+    agent = await cluster.start()
+    tier = await cluster.replica()
+    await write_blocks(tier, KEYS[:2])
+    monkeypatch.setattr(AgentTier, "CALL_S", 0.1)
+    agent.pause.clear()
+    for _ in range(20):
+        assert await read_blocks(tier) == 0 and await write_blocks(tier, KEYS[2:4]) == 0
+    assert [thread.name for thread in threading.enumerate()].count("late-lease") == 1
+    agent.pause.set()
+    await until(lambda: tier._open == 0)
+    assert await read_blocks(tier) == 2
+
+
+async def test_an_agent_that_cannot_be_made_again_is_a_miss(cluster):
+    agent = await cluster.start()
+    tier = await cluster.replica()
+    await write_blocks(tier, KEYS[:2])
+    await cluster.kill(agent)
+
+    def nobody():
+        raise ValueError("no such actor")
+
+    tier._find_agent = nobody
+    for _ in range(2):
+        assert await read_blocks(tier) == 0 and await write_blocks(tier, KEYS) == 0
+    tier._find_agent = lambda: cluster.agents[-1]
+    await cluster.start()
+    await write_blocks(tier, KEYS[:2])
+    assert await write_blocks(tier, KEYS[:2]) == 2
+
+
 async def test_what_a_dead_replica_held_is_reclaimed(cluster):
     agent = await cluster.start()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -135,6 +168,20 @@ async def test_what_a_dead_replica_held_is_reclaimed(cluster):
         "asked before it died"
     )
     assert books.stats().read_leases == 0
+
+
+async def test_what_a_dead_replica_asked_for_last_is_not_given_to_it(cluster):
+    agent = await cluster.start()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    attachment = await agent.target.attach("dying", process.pid)
+    process.kill()
+    process.wait()
+    await until(lambda: "dying" not in agent.target._owners)
+    assert await agent.target.prepare_write(attachment.incarnation, KEYS[:3], "dying") is None
+    assert await agent.target.prepare_read(attachment.incarnation, KEYS, "dying") is None
+    assert agent.target._store._books.stats().free == 8
+    await agent.target.attach("dead already", process.pid)
+    await until(lambda: "dead already" not in agent.target._owners)
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_dead(monkeypatch):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import store_stand
 from store_stand import SLOT, DictTier, Stand, content, key, keys, run
 
 from kv_tiers import store_fetch
+from kv_tiers.books import SlotBooks
 from kv_tiers.directory import Place
 from kv_tiers.store_plan import Load, Source, Stretch, worthwhile
 from kv_tiers.tier import Fetched
+from policies.tiering import make_policy
 from policies.tiering.speed import Speed, Speeds
 
 CHAIN = keys(*range(8))
@@ -270,6 +273,26 @@ def test_prefetch_loads_whatever_it_takes():
         stand = Stand(16, nvme)
         assert await stand.store.prefetch(CHAIN) == 8
         assert await stand.store.prefetch([]) == 0
+        assert await stand.read(CHAIN) == 8
+        await stand.close()
+
+    run(work)
+
+
+def test_what_was_prefetched_outlives_the_requests_of_others(monkeypatch):
+    def learning(slots, slot_bytes, **given):
+        return SlotBooks(slots, slot_bytes, policy=make_policy("reuse", slots), **given)
+
+    monkeypatch.setattr(store_stand, "SlotBooks", learning)
+
+    async def work():
+        nvme = DictTier("nvme")
+        nvme.fill(CHAIN)
+        stand = Stand(16, nvme)
+        await stand.write(keys(*range(100, 116)))
+        assert await stand.store.prefetch(CHAIN) == 8
+        await asyncio.sleep(5)
+        await stand.write(keys(*range(200, 208)))
         assert await stand.read(CHAIN) == 8
         await stand.close()
 

@@ -90,6 +90,32 @@ def test_ahead_of_eviction_only_sole_copies_that_are_worth_it_are_written():
     run(work)
 
 
+def test_looking_at_what_goes_next_is_bounded_and_leaves_the_loop_to_others(monkeypatch):
+    monkeypatch.setattr(store_spill, "_MOST_LOW", 20)
+    monkeypatch.setattr(store_spill, "_LOOKED_AT_ONCE", 5)
+
+    async def work():
+        loop = asyncio.get_running_loop()
+        stand = Stand(200, DictTier("nvme", slots=400))
+        coldest, looks = stand.books.coldest, []
+
+        def slow(count):
+            looks.append(count)
+            loop.now += 0.01
+            return coldest(count)
+
+        stand.books.coldest = slow
+        began = loop.time()
+        for first in range(0, 3000, 10):
+            await stand.write(keys(*range(first, first + 10)))
+            await asyncio.sleep(0.01)
+        assert looks and max(looks) <= 20
+        assert 0.01 * len(looks) < 0.2 * (loop.time() - began)
+        await stand.close()
+
+    run(work)
+
+
 def test_a_block_that_waits_for_its_write_is_evicted_last():
     async def work():
         nvme = DictTier("nvme")
@@ -277,6 +303,46 @@ def test_a_flush_clears_every_tier_or_says_what_is_left():
         del redis.clear
         assert await stand.store.flush(["redis"]) == {"redis": Cleared(8, 0)}
         assert await stand.read(CHAIN, worth_s=10) == 0
+        await stand.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("by", ["flush", "evict"])
+def test_what_is_forgotten_while_it_is_written_down_comes_back_nowhere(by):
+    async def work():
+        nvme, redis = DictTier("nvme"), DictTier("redis")
+        nvme.open.clear()
+        stand = Stand(16, nvme, redis, at_once=True)
+        await stand.write(CHAIN)
+        await asyncio.sleep(0.1)
+        assert nvme.puts, "the first batch is on its way"
+        command = stand.store.flush() if by == "flush" else stand.store.evict(CHAIN)
+        forgetting = asyncio.create_task(command)
+        await asyncio.sleep(0.1)
+        nvme.open.set()
+        await forgetting
+        await stand.store.write_down()
+        held = stand.store.holds(CHAIN)
+        assert not any(any(flags) for flags in held.values()), held
+        await stand.write(CHAIN)
+        await stand.store.write_down()
+        assert redis.longest_run(CHAIN) == 8, "what is written anew is written down anew"
+        await stand.close()
+
+    run(work)
+
+
+def test_a_write_that_hangs_keeps_nobody_from_forgetting():
+    async def work():
+        nvme = DictTier("nvme")
+        nvme.open.clear()
+        stand = Stand(16, nvme, at_once=True)
+        await stand.write(CHAIN)
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            assert await stand.store.drop(CHAIN) == 8
+        nvme.open.set()
         await stand.close()
 
     run(work)

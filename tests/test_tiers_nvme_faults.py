@@ -164,6 +164,29 @@ async def test_a_hung_read_keeps_its_buffers_and_nothing_else(path):
     await tier.close()
 
 
+async def test_tries_on_a_device_that_hangs_end_at_their_deadline_and_hold_nothing(path):
+    clock = Clock()
+    tier, engine = await started(path, 10, clock=clock, deadline=Deadline(0.05), breaker_pause_s=5.0)
+    await put(tier, KEYS[:6])
+    engine.open.clear()
+    hung = [asyncio.create_task(tier.get([KEYS[at]], [ARENA.buffers[at]])) for at in range(4)]
+    await asyncio.wait(hung, timeout=0.2)
+    assert tier.faults.late == 4, "every thread is in the device"
+    for _ in range(3):
+        clock.now += 10.0
+        buffers = ARENA.scratch(1)
+        assert await asyncio.wait_for(tier.get(KEYS[5:6], buffers), 5) == [FAILED]
+        assert await asyncio.wait_for(put(tier, KEYS[7:8]), 5) == [Stored.FAILED]
+    assert tier.stats().pinned == 4 and tier.stats().free == 4
+    engine.open.set()
+    assert await asyncio.gather(*hung) == [[FAILED]] * 4
+    assert tier.longest_run(KEYS) == 6 and tier.stats().pinned == 0
+    clock.now += 10.0
+    assert await get(tier, KEYS[:6]) == [HIT] * 6
+    tier.check()
+    await tier.close()
+
+
 async def test_a_hung_write_is_failed_and_its_slot_free_only_afterwards(path):
     tier, engine = await started(path, 2, deadline=Deadline(0.05))
     await put(tier, KEYS[:1])

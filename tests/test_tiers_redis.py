@@ -151,6 +151,24 @@ async def test_what_blocks_take_in_redis_stays_within_the_bound(server, client, 
         assert tier.stats().visible > count // 2, "more than unpacked ones"
 
 
+async def test_a_broken_block_is_so_for_all_who_ask_at_once_and_gone_when_the_tier_is_closed(server, client):
+    async with running(server.url, 4, watch_s=60) as tier:
+        await put(tier, [A, B])
+        client.setrange(value_name(A), FRAME_BYTES + LAYOUT.header_bytes, b"broken")
+        assert await get(tier, [A, A, B]) == [CORRUPT, CORRUPT, HIT]
+    assert client.keys() == [value_name(B)]
+
+
+async def test_what_a_tenant_gives_up_at_its_quota_leaves_redis_though_other_slots_are_free(server, client):
+    async with running(server.url, 10, tenant_share=0.3) as tier:
+        for start in (0, 3, 6):
+            keys = KEYS[start : start + 3]
+            assert await tier.put(keys, [block(key) for key in keys], tenant="acme") == [STORED] * 3
+            tier.check()
+            await until(lambda: len(client.keys()) == 3)
+            assert sorted(client.keys()) == sorted(map(value_name, keys))
+
+
 async def test_a_time_to_live_counts_in_redis_too_and_pins_are_renewed(server, client):
     async with running(server.url, ttl_s=3.0, watch_s=0.05) as tier:
         await put(tier, [A, B])

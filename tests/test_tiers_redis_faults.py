@@ -199,7 +199,7 @@ async def test_what_was_dropped_and_cleared_while_redis_was_away_stays_gone(own_
         own_server.thaw()
         assert await get(tier, [B, C]) == [MISS, MISS]
         with own_server.client() as client:
-            await until(lambda: client.keys() == [])
+            await until(lambda: client.keys() == [] and not tier._upkeep.clearing)
         assert await put(tier, [A]) == [STORED] and await get(tier, [A, B]) == [HIT, MISS]
 
 

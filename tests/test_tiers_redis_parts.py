@@ -20,8 +20,10 @@ from kv_tiers.block import BlockLayout, write_block
 from kv_tiers.breaker import Breaker
 from kv_tiers.keys import BlockKey, Fingerprint, block_keys
 from kv_tiers.packing import FRAME_BYTES, Codec, packed_frame, raw_frame, read_frame_header, unpack_body
+from kv_tiers.redis import RedisClient
 from kv_tiers.redis_address import RedisAddress
 from kv_tiers.redis_charges import Charges
+from kv_tiers.redis_ports import Unreachable
 from kv_tiers.redis_values import (
     VALUE_BYTES,
     allocator_class,
@@ -227,6 +229,30 @@ def test_an_address_that_cannot_be_is_refused_without_its_password(url):
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "password",
+    ["hun/ter2", "1234/hunter2", "hunter2#", "12#hunter2", "hunter?ter2=1", "[hunter2", "1?db=hunter2"],
+)
+def test_a_password_that_is_not_encoded_is_refused_and_no_piece_of_it_is_told(password):
+    with pytest.raises(ValueError) as refused:
+        RedisAddress.parse(f"redis://u:{password}@host:6379/0")
+    assert "ter2" not in str(refused.value) and "hun" not in str(refused.value)
+    assert "%2F" in str(refused.value)
+
+
+async def test_a_server_that_does_not_tell_its_run_is_one_that_does_not_answer(monkeypatch):
+    address = RedisAddress.parse("redis://localhost:1")
+    client = RedisClient(address, connections=2, deadline_s=1.0, ttl_s=None)
+
+    async def info(section):
+        return {"redis_version": "7.0.0"}
+
+    monkeypatch.setattr(client._redis, "info", info)
+    with pytest.raises(Unreachable):
+        await client.incarnation()
+    await client.close()
+
+
 # The protocol reader
 
 
@@ -328,6 +354,26 @@ def test_a_late_reply_and_an_abort_end_the_wait():
     with pytest.raises(LinkDown):
         ours.read_reply(soon())
     assert theirs.recv(1) == b""
+
+
+@pytest.mark.parametrize("nbytes", range(196_000, 224_000, 2_000))
+def test_a_server_that_reads_nothing_costs_the_deadline_wherever_its_buffer_ends(nbytes):
+    ours, theirs = connection(close=False)
+    ended = threading.Event()
+
+    def send():
+        value = memoryview(bytearray(nbytes))
+        try:
+            while True:
+                ours.send((b"SET", b"k" * 74, (b"h" * 32, value)), time.monotonic() + 0.05)
+        except TooLate:
+            ended.set()
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert ended.wait(5), "it waits for ever"
+    ours.close()
+    theirs.close()
 
 
 def test_a_command_with_pieces_is_one_argument():
