@@ -1,11 +1,15 @@
 """What eviction policies and admission make of recorded traffic: hits by capacity, and what a cascade writes in vain.
 
-    python -m benchmarks.bench_tiers_sim [--quick]
+    python -m benchmarks.bench_tiers_sim [--quick] [--part policies|nodes] [--prefill TOKENS_PER_S]
 
 Replays traces through the books of the CPU tier (`kv_tiers/books.py`) in simulated time, without bytes. A request
 hits from its first block to the first one that is not there; then it takes in all of its blocks, and what the policy
 ranks lowest goes, be it new. The cascade has a CPU tier over NVMe: what leaves the first is written to the second if
 admission finds it worth that. The baselines are LRU and `admission=always`, in the same run.
+
+Then whole nodes, one to a thousand of them: stores, write-down, announcers and the directory as they are, over links
+and media that take simulated time and hold no bytes (`tiers_sim_nodes.py`). Requests come at the trace's times and go
+where a router sends them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.result import Bound, print_result
+from benchmarks.tiers_sim_cluster import ROUTING, compare_clusters, compare_routers
 from benchmarks.tiers_sim_traces import Request, Trace, agents, mooncake
 from kv_tiers.books import SlotBooks
 from kv_tiers.keys import BlockKey
@@ -35,6 +40,7 @@ CLAIRVOYANT = {1_000: 17.8, 5_000: 32.6, 10_000: 34.6}
 
 PROMISED = {1_000: 8.5, 5_000: 16.0, 10_000: 23.0}
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
+AGENT_CAPACITIES = (1_000, 5_000, 20_000)
 CASCADES = ((2_000, 20_000), (5_000, 50_000))
 _OWNER = "bench"
 
@@ -146,7 +152,7 @@ def replay_cascade(trace: Trace, capacities: tuple[int, int], policy: str, admis
 def compare_policies(traces: Sequence[Trace], capacities: Sequence[int], figures: dict[str, float]) -> None:
     """The table of hits, and the figures that have a target."""
     print(f"{'trace':<18} {'blocks':>7} {'lru':>8} {'reuse':>8} {'more':>7}   percent of blocks asked for")
-    least = 100.0
+    least = figures.get("least_gain_points", 100.0)
     for trace in traces:
         for capacity in capacities:
             shares = {
@@ -176,14 +182,16 @@ def check_lru(trace: Trace, figures: dict[str, float]) -> None:
     figures["lru_exact_capacities"] = exact
 
 
-def compare_admissions(trace: Trace, cascades: Sequence[tuple[int, int]], figures: dict[str, float]) -> None:
+def compare_admissions(
+    trace: Trace, cascades: Sequence[tuple[int, int]], policies: Sequence[str], figures: dict[str, float]
+) -> None:
     """The table of what admission saves and loses."""
     print(
         f"{'cpu':>6} {'nvme':>7} {'policy':<6} {'admission':<11} {'cpu hits':>8} {'nvme hits':>9} {'written':>8} unread"
     )
     worst = 0.0
     for capacities in cascades:
-        for policy in ("lru", "reuse"):
+        for policy in policies:
             found = {}
             for admission in ("always", "second_use", "auto"):
                 found[admission] = result = replay_cascade(trace, capacities, policy, admission)
@@ -196,24 +204,19 @@ def compare_admissions(trace: Trace, cascades: Sequence[tuple[int, int]], figure
     figures["unread_share_of_always"] = round(worst, 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="conversation at 1,000 blocks and one cascade only"
-    )
-    quick = parser.parse_args().quick
-    conversation = mooncake("conversation")
-    figures: dict[str, float] = {}
+def compare_all_policies(conversation: Trace, quick: bool, figures: dict[str, float]) -> dict[str, Bound]:
+    """The first part, tier by tier; → its targets."""
     check_lru(conversation, figures)
     print()
-    traces = [conversation]
+    compare_policies([conversation], CAPACITIES[:1] if quick else CAPACITIES, figures)
     if not quick:
-        traces += [mooncake("synthetic"), agents(None), agents(30.0), agents(300.0)]
-    compare_policies(traces, CAPACITIES[:1] if quick else CAPACITIES, figures)
+        compare_policies([mooncake("synthetic")], CAPACITIES, figures)
+        compare_policies([agents(30.0)], AGENT_CAPACITIES, figures)
     print()
-    compare_admissions(conversation, CASCADES[:1] if quick else CASCADES, figures)
+    if quick:
+        compare_admissions(conversation, CASCADES[:1], ("lru",), figures)
+    else:
+        compare_admissions(conversation, CASCADES, ("lru", "reuse"), figures)
     targets: dict[str, Bound] = {
         "lru_exact_capacities": {"at_least": len(LRU_COUNTS)},
         "least_gain_points": {"at_least": 0.0},
@@ -223,11 +226,47 @@ def main() -> None:
         name = f"conversation_{capacity}_percent"
         if name in figures:
             targets[name] = {"at_least": promised}
+    return targets
+
+
+def compare_all_nodes(
+    conversation: Trace, quick: bool, prefill: float, figures: dict[str, float]
+) -> dict[str, Bound]:
+    """The second part, whole nodes; → its targets."""
+    print()
+    compare_routers(conversation, list(ROUTING)[:1] if quick else list(ROUTING), figures)
+    print()
+    compare_clusters(quick, prefill, figures)
+    return {"routing_farthest_points": {"at_most": 0.3}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one capacity, one cascade, three small clusters"
+    )
+    parser.add_argument("--part", choices=("policies", "nodes"), help="only this part")
+    parser.add_argument(
+        "--prefill",
+        type=float,
+        default=10_000.0,
+        help="tokens that a request computes per second (default: 10,000)",
+    )
+    args = parser.parse_args()
+    conversation = mooncake("conversation")
+    figures: dict[str, float] = {}
+    targets: dict[str, Bound] = {}
+    if args.part != "nodes":
+        targets |= compare_all_policies(conversation, args.quick, figures)
+    if args.part != "policies":
+        targets |= compare_all_nodes(conversation, args.quick, args.prefill, figures)
     print_result(
         "tiers_sim",
-        "recorded traces through the books of a tier, simulated time, no bytes"
-        + (", quick" if quick else ""),
-        "LRU and admission=always in the same run",
+        "recorded traces through books, stores and directory, simulated time, no bytes"
+        + (", quick" if args.quick else ""),
+        "LRU, admission=always and other routers in the same run",
         figures,
         targets,
     )

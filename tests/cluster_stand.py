@@ -18,7 +18,7 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 LICENCE = (ROOT / "LICENSE").read_text()
-START_LIMIT_S = 180.0
+START_LIMIT_S = 300.0
 MAX_SEQUENCES, MAX_QUEUED = 16, 24
 TIERS = ("cpu", "nvme", "redis")
 LOWER_TIER_GIB = 0.25

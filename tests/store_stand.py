@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
+from benchmarks.tiers_sim_loop import VirtualLoop, run
 from kv_tiers.books import SlotBooks
 from kv_tiers.directory import DirectoryState, Located, Place
 from kv_tiers.keys import BlockKey
@@ -15,8 +14,22 @@ from kv_tiers.store_ports import joined, parted
 from kv_tiers.tier import Changes, Fetched, Manifest, ReadLease, Stored, TierStats
 from policies.tiering.speed import Speed, Speeds
 
+__all__ = [
+    "SLOT",
+    "DictTier",
+    "Directory",
+    "Memory",
+    "Neighbour",
+    "Stand",
+    "VirtualLoop",
+    "Worth",
+    "content",
+    "key",
+    "keys",
+    "run",
+]
+
 SLOT = 64
-T = TypeVar("T")
 
 
 def key(number: int) -> BlockKey:
@@ -29,39 +42,6 @@ def keys(*numbers: int) -> list[BlockKey]:
 
 def content(of: BlockKey) -> bytes:
     return (of.digest * (SLOT // 32 + 1))[:SLOT]
-
-
-class _Instant(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
-    """Does not wait: lets the loop's clock jump."""
-
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                raise RuntimeError("everybody waits for something that never comes")
-            self.loop.now += max(timeout, 0)
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only in sleeps, and then at once."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        selector = _Instant()
-        selector.loop = self
-        super().__init__(selector)
-
-    def time(self) -> float:
-        return self.now
-
-
-def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run on virtual time."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(work())
 
 
 class Memory:

@@ -19,7 +19,7 @@ import openai
 import pytest
 from cluster_stand import LICENCE, MAX_QUEUED, MAX_SEQUENCES, Service
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("everything_is_freed")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("everything_is_freed")]
 
 
 def test_the_printed_curl_works_when_pasted(service: Service) -> None:

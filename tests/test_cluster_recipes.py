@@ -14,7 +14,7 @@ import httpx
 import pytest
 from cluster_stand import MAX_SEQUENCES, SCORER, Service
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("everything_is_freed")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("everything_is_freed")]
 
 LAYERS = 30  # of SmolLM2-135M
 RECIPES: dict[str, dict[str, Any]] = {

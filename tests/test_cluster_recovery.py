@@ -14,7 +14,7 @@ import openai
 import pytest
 from cluster_stand import LICENCE, MAX_QUEUED, MAX_SEQUENCES, Service, sse
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("everything_is_freed")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("everything_is_freed")]
 
 
 def stream_lines(service: Service, lines: list[str], **body: object) -> None:

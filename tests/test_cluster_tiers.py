@@ -22,7 +22,7 @@ from deployments.cli import main
 from kv_tiers.nvme_file import SUFFIX
 from kv_tiers.nvme_index import Geometry
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("everything_is_freed")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("everything_is_freed")]
 
 BLOCK = 16
 LOWER = TIERS[1:]
