@@ -353,13 +353,21 @@ def test_neighbouring_stretches_of_one_source_cost_its_latency_once():
 @pytest.mark.parametrize("true", [Speed(0.02, 50e6), Speed(1e-4, 3e9), Speed(0.05, 20e6)])
 def test_speeds_are_learnt_from_loads_of_mixed_sizes(true):
     speeds = Speeds()
-    for step in range(300):
+    for step in range(27):
         nbytes = (64 << 10) << (step % 9)
         speeds.observe("nvme", nbytes, true.seconds(nbytes), now=step * 0.01)
     for nbytes in (64 << 10, 1 << 20, 16 << 20):
-        assert speeds.estimate("nvme", nbytes, 3.0) == pytest.approx(true.seconds(nbytes), rel=0.35)
+        assert speeds.estimate("nvme", nbytes, 3.0) == pytest.approx(true.seconds(nbytes), rel=0.2)
     assert speeds.estimate("nvme", 1 << 20, 1e6) == pytest.approx(Speeds().estimate("nvme", 1 << 20, 0))
     assert speeds.of("peer:b", 0) == Speeds().of("peer", 0)
+
+
+def test_a_slow_source_is_found_out_by_one_load_and_tried_again_later():
+    speeds, nbytes = Speeds(), 16 << 20
+    assert speeds.estimate("redis", nbytes, 0.0) < 0.05
+    speeds.observe("redis", nbytes, 3.0, 0.0)
+    assert speeds.estimate("redis", nbytes, 0.0) == pytest.approx(3.0, rel=0.2)
+    assert speeds.estimate("redis", nbytes, 600.0) < 0.05
 
 
 def test_content_of_the_stand_tells_blocks_apart():
