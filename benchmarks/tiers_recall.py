@@ -110,7 +110,7 @@ class RecallBench:
         details = stream.usage["prompt_tokens_details"]
         assert isinstance(details, dict)
         recall.cached.append(details["cached_tokens"])
-        recall.same.append(stream.texts() == document.cold.texts())
+        recall.same.append("".join(stream.texts()) == "".join(document.cold.texts()))
 
     def _ask(self, document: Document) -> Stream:
         return run_alone(
