@@ -261,7 +261,9 @@ def read_sealed_header(view: memoryview) -> SealedHeader | BlockFault:
         return BlockFault.CORRUPT
     # Verified, so the fields are unpacked again from the copy.
     magic, version, dtype, codec, size, payload, tokens, layers, _, _ = _PREFIX.unpack_from(raw)
-    if magic != MAGIC or version != FORMAT_VERSION or size != header_bytes or codec != _CODEC_AS_COMPUTED:
+    if magic != MAGIC or version != FORMAT_VERSION or codec != _CODEC_AS_COMPUTED:
+        return BlockFault.CORRUPT
+    if size != header_bytes or size != _header_bytes(layers):
         return BlockFault.CORRUPT
     layout = _decode_layout(dtype, tokens, raw[_PREFIX.size : _PREFIX.size + _TABLE_ROW.size * layers])
     if isinstance(layout, BlockFault):

@@ -23,9 +23,9 @@ find_python() {
     die "no Python 3.11 or newer found; install one, or name it: make setup PYTHON=/path/to/python3.11"
 }
 
-# A compiler for the CPU kernels, Redis for its tier and its tests, fio for the disk benchmark, curl for the command
-# that `make serve` prints. Each Debian package has the name of its command.
-TOOLS=(g++ redis-server fio curl)
+# A compiler for the CPU kernels, Redis and certificates for its tier's tests, fio for the disk benchmark, curl for the
+# command that `make serve` prints. Each Debian package has the name of its command.
+TOOLS=(g++ redis-server openssl fio curl)
 
 missing_tools() {
     local tool

@@ -183,7 +183,6 @@ async def test_a_directory_that_dies_is_told_everything_again(cluster):
     assert cluster.directory.target._state.renew_shared(REDIS, 6, 0.0) is Outcome.STALE
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")
 async def test_what_one_node_wrote_to_redis_another_reads_until_redis_starts_empty(cluster):
     server = RedisServer(Path(tempfile.mkdtemp(prefix="kvtide-redis-")))  # short: it holds a socket
     options = {"redis_url": server.url, "redis_bytes": 40 * SLOT_BYTES, "admission": "always"}

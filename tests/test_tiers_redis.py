@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
@@ -255,7 +254,6 @@ async def test_a_password_opens_and_a_wrong_one_is_a_tier_that_fails(tmp_path):
         server.stop()
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
 async def test_tls_carries_blocks_and_a_foreign_certificate_none(tmp_path):
     name = "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {name} -keyout key.pem -out cert.pem"
