@@ -6,14 +6,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from kv_tiers.books import SlotBooks
 from kv_tiers.keys import BlockKey
-from kv_tiers.tier import Changes, Entry, Fetched, Manifest, Stored, TierStats
+from kv_tiers.over_books import OverBooks
+from kv_tiers.tier import Entry, Fetched, Stored
 
 
-class BookedTier(ABC):
+class BookedTier(OverBooks, ABC):
     """`Tier` over `SlotBooks`; a subclass moves the bytes. Cold: nothing outlives the process.
 
     New blocks compete with old ones: what the policy ranks lowest gets NO_ROOM. Not started or closed: AssertionError.
@@ -22,13 +22,12 @@ class BookedTier(ABC):
     name: str
 
     def __init__(self, books: SlotBooks) -> None:
+        super().__init__(books)
         self.slot_bytes = books.slot_bytes
-        self._books = books
         self._started = False
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._unread = 0  # blocks that a lease was taken for in vain
 
     @abstractmethod
     async def _load(self, entries: Sequence[Entry], into: Sequence[memoryview]) -> list[bool]:
@@ -41,12 +40,6 @@ class BookedTier(ABC):
     async def start(self) -> None:
         assert not self._started, "started before"
         self._started = True
-
-    def accessed(self, chain: Sequence[BlockKey]) -> None:
-        self._books.accessed(chain)
-
-    def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        return self._books.longest_run(keys)
 
     async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[Fetched]:
         assert len(keys) == len(into) and all(len(buffer) == self.slot_bytes for buffer in into)
@@ -97,29 +90,9 @@ class BookedTier(ABC):
         with self._call():
             return self._books.drop(keys)
 
-    def pin(self, keys: Sequence[BlockKey]) -> int:
-        return self._books.pin(keys)
-
-    def unpin(self, keys: Sequence[BlockKey]) -> int:
-        return self._books.unpin(keys)
-
-    def expire(self) -> int:
-        return self._books.expire()
-
     async def clear(self) -> None:
         with self._call():
             self._books.clear()
-
-    def drain_changes(self) -> Changes:
-        return self._books.drain_changes()
-
-    def manifest(self) -> Manifest:
-        return self._books.manifest()
-
-    def stats(self) -> TierStats:
-        """`blocks_read` counts hits."""
-        stats = self._books.stats()
-        return replace(stats, blocks_read=stats.blocks_read - self._unread)
 
     def check(self) -> None:
         self._books.check()

@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +35,8 @@ from kv_tiers.nvme_file import NvmeFile
 from kv_tiers.nvme_index import Found, Geometry, Placed, SlotIndex
 from kv_tiers.nvme_io import FileEngine
 from kv_tiers.nvme_jobs import Medium, ReadJob, WriteJob
-from kv_tiers.tier import Changes, Fetched, Manifest, Stored, TierStats
+from kv_tiers.over_books import OverBooks
+from kv_tiers.tier import Fetched, Stored
 from policies.tiering import EvictionPolicy
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class NvmeFaults:
     """Answered FAILED at once, since the breaker was open or the tier closed."""
 
 
-class NvmeTier:
+class NvmeTier(OverBooks):
     """`Tier` over the file at `path` (`nvme_path` makes one), which has `nbytes` at most, metadata included.
 
     `slot_bytes`: a multiple of 4096. `policy`, `clock`, `ttl_s`, `tenant_share`: as in `SlotBooks`; new blocks compete
@@ -96,17 +97,19 @@ class NvmeTier:
         wrap: Callable[[FileEngine], FileEngine] | None = None,
     ) -> None:
         self.geometry = Geometry.within(nbytes, slot_bytes)
+        super().__init__(
+            SlotBooks(
+                self.geometry.slots,
+                slot_bytes,
+                policy=policy,
+                clock=clock,
+                ttl_s=ttl_s,
+                tenant_share=tenant_share,
+            )
+        )
         self.slot_bytes = slot_bytes
         self.path = Path(path)
         self.faults = NvmeFaults()
-        self._books = SlotBooks(
-            self.geometry.slots,
-            slot_bytes,
-            policy=policy,
-            clock=clock,
-            ttl_s=ttl_s,
-            tenant_share=tenant_share,
-        )
         self._clock = clock
         self._engine_choice: EngineChoice = engine
         self._memory = memory
@@ -116,7 +119,6 @@ class NvmeTier:
         self._writing = Breaker(_BREAKER_FAILURES, breaker_pause_s)
         self._medium: Medium | None = None
         self._generation = 1  # of the next block
-        self._unread = 0  # blocks that a lease was taken for in vain
         self._unreadable: dict[BlockKey, int] = {}
         self._calls = WorkerCalls(_CALLS, "kvtide-nvme", deadline)
 
@@ -142,12 +144,6 @@ class NvmeTier:
                 self._books.adopt(pairs, tenant=_tenant_name(tenant))
                 await asyncio.sleep(0)
         self._medium = medium
-
-    def accessed(self, chain: Sequence[BlockKey]) -> None:
-        self._books.accessed(chain)
-
-    def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        return self._books.longest_run(keys)
 
     async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[Fetched]:
         """As in `Tier`. Buffers page-aligned. A block that came whole but late is a HIT all the same."""
@@ -210,15 +206,6 @@ class NvmeTier:
                 await self._retract(gone)
         return dropped
 
-    def pin(self, keys: Sequence[BlockKey]) -> int:
-        return self._books.pin(keys)
-
-    def unpin(self, keys: Sequence[BlockKey]) -> int:
-        return self._books.unpin(keys)
-
-    def expire(self) -> int:
-        return self._books.expire()
-
     async def clear(self) -> None:
         self._books.clear()
         medium, upto = self._medium, self._generation - 1
@@ -232,17 +219,6 @@ class NvmeTier:
                 self._writing,
             )
             ended.resume()
-
-    def drain_changes(self) -> Changes:
-        return self._books.drain_changes()
-
-    def manifest(self) -> Manifest:
-        return self._books.manifest()
-
-    def stats(self) -> TierStats:
-        """`blocks_read` counts hits only."""
-        stats = self._books.stats()
-        return replace(stats, blocks_read=stats.blocks_read - self._unread)
 
     def check(self) -> None:
         """Books and index agree."""

@@ -12,22 +12,22 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from kv_tiers.block import BlockHeader, read_header
 from kv_tiers.books import SlotBooks
 from kv_tiers.breaker import Breaker
 from kv_tiers.keys import BlockKey
+from kv_tiers.over_books import OverBooks
 from kv_tiers.packing import FRAME_BYTES, Frame, packed_frame, raw_frame
 from kv_tiers.redis_charges import Charge, Charges
 from kv_tiers.redis_ports import BlockLanes, Client, Outgoing, Sent, Unreachable, Wanted
 from kv_tiers.redis_upkeep import Upkeep
-from kv_tiers.tier import Changes, Entry, Fetched, Manifest, Stored, TierStats
+from kv_tiers.tier import Entry, Fetched, Stored
 
 _OWNER = "redis"
 
 
-class RedisBlocks:
+class RedisBlocks(OverBooks):
     """`Tier` over a client and lanes. `nbytes` bounds what the blocks in the books take in Redis, metadata included.
 
     `pack`: losslessly. `watch_s`, `renew_s`: see `Upkeep`.
@@ -48,16 +48,15 @@ class RedisBlocks:
         renew_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(books)
         self.slot_bytes = books.slot_bytes
         self._client = client
         self._lanes = lanes
-        self._books = books
         self._charges = Charges(nbytes, books.slots)
         books.tell_gone(self._charges.give_up)
         self._pack = pack
         self._breaker = breaker
         self._clock = clock
-        self._unread = 0  # blocks that a lease was taken for in vain
         self._started = False
         self._calls = 0
         self._idle = asyncio.Event()
@@ -87,13 +86,6 @@ class RedisBlocks:
         """List what is there, if Redis answers; from then on look after it."""
         await self._upkeep.start()
         self._started = True
-
-    def accessed(self, chain: Sequence[BlockKey]) -> None:
-        self._books.accessed(chain)
-
-    def longest_run(self, keys: Sequence[BlockKey]) -> int:
-        """By the books: other nodes' blocks count as absent, though `get` would find them."""
-        return self._books.longest_run(keys)
 
     async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[Fetched]:
         """As in `Tier`; Redis is asked for all keys, also those that are not in the books."""
@@ -135,7 +127,7 @@ class RedisBlocks:
         return dropped
 
     def pin(self, keys: Sequence[BlockKey]) -> int:
-        pinned = self._books.pin(keys)
+        pinned = super().pin(keys)
         self._upkeep.pins.update(keys[:pinned])
         return pinned
 
@@ -150,7 +142,7 @@ class RedisBlocks:
 
     def expire(self) -> int:
         """As in `Tier`. Redis forgets expired blocks by itself too, pinned ones are renewed there."""
-        expired = self._books.expire()
+        expired = super().expire()
         if expired:
             self._upkeep.wake()
         return expired
@@ -165,17 +157,6 @@ class RedisBlocks:
             self._upkeep.condemned |= self._upkeep.writing
             self._upkeep.clearing = True
             await self._upkeep.attempt(self._upkeep.sweep)
-
-    def drain_changes(self) -> Changes:
-        return self._books.drain_changes()
-
-    def manifest(self) -> Manifest:
-        return self._books.manifest()
-
-    def stats(self) -> TierStats:
-        """Of the books; `blocks_read` counts the hits among their blocks."""
-        stats = self._books.stats()
-        return replace(stats, blocks_read=stats.blocks_read - self._unread)
 
     def check(self) -> None:
         self._books.check()
