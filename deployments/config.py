@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from deployments.api.recipes import AUTO, RecipeBook, make_book
 from deployments.api.settings import ApiSettings
-from deployments.tier_options import TierPlan, check_redis_url, plan_tiers
+from deployments.tier_options import CodecName, TierPlan, check_redis_url, codecs_at_rest, plan_tiers
 from policies import load_policy
 from policies.recipe import RecipeError
 from policies.recipe_checks import MAX_KERNEL, MAX_SINKS, MAX_TOKENS, MAX_WINDOW
@@ -139,6 +139,10 @@ class AppArgs(BaseModel):
     nvme_tier_folder: str | None = Field(
         None, description="Folder of the NVMe tier's file; default: kvtide's cache folder."
     )
+    nvme_tier_codec: CodecName = Field(
+        "exact",
+        description="How blocks lie in NVMe; lossily they take half or less, and serve requests with kv.at_rest only.",
+    )
     redis_url: SecretStr | None = Field(
         None,
         description="Redis tier shared by all nodes: redis://, rediss:// (TLS) or unix://; cluster=1 in the query.",
@@ -148,6 +152,9 @@ class AppArgs(BaseModel):
     )
     redis_tier_packing: Literal["none", "zstd"] = Field(
         "none", description="Lossless packing of blocks in Redis: less memory, slower."
+    )
+    redis_tier_codec: CodecName = Field(
+        "exact", description="How blocks lie in Redis; as nvme_tier_codec. Nodes of one Redis have the same."
     )
     tier_policy: Literal["reuse", "lru"] = Field(
         "reuse",
@@ -301,6 +308,7 @@ class AppArgs(BaseModel):
             deadline_s=self.deadline_s,
             max_n=min(self.max_n, self.max_sequences),  # the choices of a request are decoded together
             api_key=self.api_key,
+            at_rest=codecs_at_rest(self),
         )
 
 

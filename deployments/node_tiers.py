@@ -7,7 +7,9 @@ from pathlib import Path
 
 from deployments.node_options import NodeOptions
 from engine.weights import default_cache
+from kv_tiers.at_rest import AtRest
 from kv_tiers.keys import BlockKey
+from kv_tiers.lossy import LossyTier, Scratch
 from kv_tiers.nvme import NvmeTier
 from kv_tiers.nvme_file import nvme_path
 from kv_tiers.redis import RedisTier
@@ -26,35 +28,43 @@ def tier_makers(
 ) -> dict[str, Make]:
     """Name → how to make it, the fastest first. `memory`: address and bytes of the slab that buffers lie in."""
 
-    def policy(nbytes: int) -> EvictionPolicy[BlockKey]:
-        return make_policy(options.policy, max(1, nbytes // options.slot_bytes))
+    def policy(nbytes: int, slot_bytes: int) -> EvictionPolicy[BlockKey]:
+        return make_policy(options.policy, max(1, nbytes // slot_bytes))
 
     def nvme() -> Tier:
+        codec, slot_bytes = options.nvme_at_rest, options.nvme_slot_bytes or options.slot_bytes
+        scratch = None if codec is AtRest.EXACT else Scratch(slot_bytes)
         folder = Path(options.nvme_folder) if options.nvme_folder else default_cache()
         folder.mkdir(parents=True, exist_ok=True)
-        return NvmeTier(
+        # One file, whatever the codec: the tier makes it anew when another one is configured.
+        tier = NvmeTier(
             nvme_path(folder, f"{options.application}/{options.slot_bytes}"),
             options.nvme_bytes,
-            options.slot_bytes,
-            policy=policy(options.nvme_bytes),
+            slot_bytes,
+            at_rest=codec,
+            policy=policy(options.nvme_bytes, slot_bytes),
             clock=clock,
             ttl_s=options.ttl_s,
             tenant_share=options.tenant_share,
-            memory=memory,
+            memory=memory if scratch is None else scratch.place,
         )
+        return tier if scratch is None else LossyTier(tier, codec, options.slot_bytes, scratch)
 
     def redis() -> Tier:
         assert options.redis_url is not None
-        return RedisTier(
+        codec, slot_bytes = options.redis_at_rest, options.redis_slot_bytes or options.slot_bytes
+        tier = RedisTier(
             options.redis_url,
             options.redis_bytes,
-            options.slot_bytes,
+            slot_bytes,
+            at_rest=codec,
             ttl_s=options.ttl_s,
             tenant_share=options.tenant_share,
-            policy=policy(options.redis_bytes),
+            policy=policy(options.redis_bytes, slot_bytes),
             clock=clock,
             packing=options.redis_packing,
         )
+        return tier if codec is AtRest.EXACT else LossyTier(tier, codec, options.slot_bytes)
 
     makers: dict[str, Make] = {}
     if options.nvme_bytes:

@@ -74,7 +74,7 @@ def read_prompt(card: ModelCard, text: str, chat: bool) -> Prompt:
 def choose_recipe(card: ModelCard, given: Mapping[str, object], prompt: Prompt) -> Recipe:
     """The recipe of these fields, its warnings said on standard error. ValueError names the field that is wrong."""
     try:
-        recipe = card.recipes.choose(split_kv(given)[0], prompt.map)
+        recipe = card.recipes.choose(split_kv(given).recipe, prompt.map)
     except RecipeError as error:
         raise ValueError(f"{error.field}: {error.problem}; valid: {error.valid}") from None
     for warning in recipe.warnings:

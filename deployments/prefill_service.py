@@ -150,6 +150,7 @@ class PrefillService:
             gauges |= {
                 "prefix_tokens_asked": float(counters.tokens_asked),
                 "prefix_tokens_found": float(counters.tokens_found),
+                "prefix_tokens_lossy": float(counters.tokens_lossy),
                 "prefix_blocks_corrupt": float(counters.blocks_corrupt),
                 "prefix_blocks_written": float(counters.blocks_written),
                 "prefix_loads_late": float(counters.loads_late),

@@ -95,7 +95,7 @@ class Prefill:
         await self._service.close()
 
     async def _prefix(self, args: AppArgs, model: Model, application: str, name: str) -> PrefixCache | None:
-        options = NodeOptions.of(application, args, model.spec.blocks.nbytes)
+        options = NodeOptions.of(application, args, model.spec.blocks)
         if options is None:
             return None
         tier = await asyncio.to_thread(AgentTier, lambda: node_agent(options), name)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from pydantic import BaseModel, SecretStr
 
 from deployments.slabs import slab_folder
 from engine.weights import default_cache
+from kv_tiers.at_rest import AtRest
 from kv_tiers.redis_address import RedisAddress
 
 _GIB = 1 << 30
+
+CodecName = Literal["exact", "fp8", "int8", "int4"]
+"""`AtRest` as options say it."""
+
 _URLS = "redis://host:port/db, rediss://… (TLS), unix:///path or redis+cluster://host"
 
 
@@ -29,6 +34,10 @@ class TierOptions(Protocol):
     @property
     def nvme_tier_folder(self) -> str | None: ...
     @property
+    def nvme_tier_codec(self) -> CodecName: ...
+    @property
+    def redis_tier_codec(self) -> CodecName: ...
+    @property
     def redis_url(self) -> SecretStr | None: ...
     @property
     def redis_tier_gib(self) -> float: ...
@@ -37,11 +46,12 @@ class TierOptions(Protocol):
 
 
 class TierPlan(BaseModel):
-    """One tier of a node: at most so many bytes, and where they lie. Of a URL only what is no secret."""
+    """One tier of a node: at most so many bytes, where they lie and how. Of a URL only what is no secret."""
 
     tier: str
     gib: float
     where: str
+    codec: CodecName = "exact"
 
 
 def check_redis_url(url: str) -> None:
@@ -91,12 +101,24 @@ def plan_tiers(options: TierOptions) -> tuple[tuple[TierPlan, ...], tuple[str, .
         warnings += _room("cpu_tier_gib", folder, options.cpu_tier_gib)
     if options.nvme_tier_gib:
         folder = Path(options.nvme_tier_folder or default_cache())
-        plans.append(TierPlan(tier="nvme", gib=options.nvme_tier_gib, where=str(folder)))
+        codec = options.nvme_tier_codec
+        plans.append(TierPlan(tier="nvme", gib=options.nvme_tier_gib, where=str(folder), codec=codec))
         warnings += _room("nvme_tier_gib", folder, options.nvme_tier_gib)
     if options.redis_url is not None:
         where = plain_url(options.redis_url.get_secret_value())
-        plans.append(TierPlan(tier="redis", gib=options.redis_tier_gib, where=where))
+        codec = options.redis_tier_codec
+        plans.append(TierPlan(tier="redis", gib=options.redis_tier_gib, where=where, codec=codec))
     return tuple(plans), (*warnings, *without_effect(options))
+
+
+def codecs_at_rest(options: TierOptions) -> tuple[str, ...]:
+    """How the tiers keep blocks: exact ones always, and the lossy codecs of tiers that there are."""
+    kept = [AtRest.EXACT]
+    if options.nvme_tier_gib:
+        kept.append(AtRest.named(options.nvme_tier_codec))
+    if options.redis_url is not None:
+        kept.append(AtRest.named(options.redis_tier_codec))
+    return tuple(codec.label for codec in sorted(set(kept)))
 
 
 def _room(option: str, folder: Path, gib: float) -> list[str]:
@@ -113,8 +135,10 @@ def without_effect(options: TierOptions) -> list[str]:
     nvme, redis = options.nvme_tier_gib > 0, options.redis_url is not None
     about = {
         "nvme_tier_folder": (nvme, "nvme_tier_gib is 0"),
+        "nvme_tier_codec": (nvme, "nvme_tier_gib is 0"),
         "redis_tier_gib": (redis, "there is no redis_url"),
         "redis_tier_packing": (redis, "there is no redis_url"),
+        "redis_tier_codec": (redis, "there is no redis_url"),
         "admission": (nvme or redis, "there is no tier below the CPU tier; see nvme_tier_gib and redis_url"),
     }
     return [

@@ -55,6 +55,7 @@ def prompt_event(done: PrefillDone, shipped_bytes: int) -> PromptEvent:
         recipe_id=job.request.recipe.recipe_id,
         prompt_logprobs=tuple(job.prompt_logprobs) if wanted else None,
         report=done.report,
+        lossy_tokens=job.lossy,
     )
 
 
@@ -119,7 +120,7 @@ class LocalEngine:
                 self.prefix.keys(request.prompt, request.tenant),
                 self.prefill.seconds_for(0, limit),
             )
-            cached = self.prefix.load(workspace, keys, limit, worth_s)
+            cached = self.prefix.load(workspace, keys, limit, worth_s, request.at_rest)
         self.prefill.add(PrefillJob(request, workspace, cached))
 
     def _join(self, done: PrefillDone) -> list[Event]:

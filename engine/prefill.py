@@ -57,6 +57,11 @@ class PrefillJob:
         return self.request.request_id, self.request.attempt
 
     @property
+    def lossy(self) -> int:
+        """How many of the cached tokens came from lossy blocks."""
+        return max(0, self.cached - self.workspace.exact)
+
+    @property
     def remaining(self) -> int:
         return self.workspace.tokens - self.workspace.filled
 

@@ -2,6 +2,9 @@
 
 Blocks hold full prompt KV as computed, whatever the recipe: every recipe shares them, and a second question over the
 same document selects anew. A block that is gone, corrupt or foreign is a miss and is recomputed, counted.
+
+A request may let lossy blocks stand in where no exact one is known (`kv_tiers/lossy.py`). Then neither they nor what is
+computed behind them is kept: only what is exact goes under exact keys.
 """
 
 from __future__ import annotations
@@ -13,20 +16,22 @@ from engine.arrival import Arrival
 from engine.model import ModelSpec
 from engine.request import GenerationRequest
 from engine.workspace import Workspace
+from kv_tiers.at_rest import AtRest
 from kv_tiers.block import BlockFault, BlockHeader, open_block, read_layer_run, write_run
 from kv_tiers.block_copy import BlockViews
-from kv_tiers.keys import BlockKey, block_keys
+from kv_tiers.keys import BlockKey, block_keys, is_exact, lossy_key
 from kv_tiers.tier import BlockMemory, BlockStore, Entry, ReadLease
 
 
 @dataclass
 class PrefixCounters:
-    """Totals: tokens asked for and found, blocks found unusable (dropped and recomputed), blocks written, loads that
-    were given up because they took too long.
+    """Totals: tokens asked for and found, and those of them in lossy blocks; blocks found unusable (dropped and
+    recomputed), blocks written, loads that were given up because they took too long.
     """
 
     tokens_asked: int = 0
     tokens_found: int = 0
+    tokens_lossy: int = 0
     blocks_corrupt: int = 0
     blocks_written: int = 0
     loads_late: int = 0
@@ -49,6 +54,11 @@ class FoundRun:
     def blocks(self) -> int:
         return len(self.views)
 
+    @property
+    def exact(self) -> int:
+        """Leading blocks that are as computed."""
+        return next((at for at, key in enumerate(self.keys[: self.blocks]) if not is_exact(key)), self.blocks)
+
 
 class PrefixCache:
     """A tier of blocks and the memory they lie in, for one model. Calls block: use a worker thread.
@@ -67,34 +77,47 @@ class PrefixCache:
         """Keys of the prompt's full blocks, first block first."""
         return block_keys(self.spec.fingerprint, prompt, self.spec.blocks.block_tokens, tenant=tenant)
 
-    def load(self, workspace: Workspace, keys: Sequence[BlockKey], limit: int, worth_s: float = 0.0) -> int:
+    def load(
+        self,
+        workspace: Workspace,
+        keys: Sequence[BlockKey],
+        limit: int,
+        worth_s: float = 0.0,
+        at_rest: AtRest = AtRest.EXACT,
+    ) -> int:
         """Load the longest known run of blocks in the first `limit` tokens; → tokens loaded (`workspace.filled`)."""
-        found = self.open(keys, limit, worth_s)
+        found = self.open(keys, limit, worth_s, at_rest)
         if found is None:
             return 0
         arrival = Arrival(found.blocks, len(self.spec.layers), worth_s)
         self.fill(found, workspace, arrival)
+        if arrival.blocks > found.exact:
+            workspace.exact = found.exact * self.spec.blocks.block_tokens
         workspace.filled = arrival.blocks * self.spec.blocks.block_tokens
         return workspace.filled
 
-    def open(self, keys: Sequence[BlockKey], limit: int, worth_s: float = 0.0) -> FoundRun | None:
+    def open(
+        self,
+        keys: Sequence[BlockKey],
+        limit: int,
+        worth_s: float = 0.0,
+        at_rest: AtRest = AtRest.EXACT,
+    ) -> FoundRun | None:
         """Hold the longest known run of blocks in the first `limit` tokens; None where there is none.
 
-        `worth_s`: seconds that computing those tokens would take; a store looks no longer than that.
+        `worth_s`: seconds that computing those tokens would take; a store looks no longer than that. `at_rest`: the
+        codec of lossy blocks that may go on where no exact one is known.
         """
         wanted = keys[: limit // self.spec.blocks.block_tokens]
         self.counters.tokens_asked += limit
         if not wanted:
             return None
-        lease = self.tier.prepare_read(wanted, self.owner, worth_s=worth_s)
-        try:
-            found = self._verified(lease)
-        except BaseException:
-            self.tier.complete_read(lease.id)
-            raise
+        found = self._read(wanted, worth_s)
+        if at_rest is not AtRest.EXACT and found.blocks < len(wanted):
+            found = self._extended(found, wanted, worth_s, at_rest)
         if found.blocks:
             return found
-        self.tier.complete_read(lease.id)
+        self.tier.complete_read(found.lease)
         self._drop(found.faulty)
         return None
 
@@ -122,15 +145,17 @@ class PrefixCache:
             arrival.end()
             if arrival.complete:
                 self.counters.tokens_found += arrival.blocks * blocks.block_tokens
+                self.counters.tokens_lossy += max(0, arrival.blocks - found.exact) * blocks.block_tokens
             self.counters.loads_late += arrival.late
             self.tier.complete_read(found.lease)
         self._drop(faulty)
 
     def store(self, workspace: Workspace, keys: Sequence[BlockKey], tenant: str | None = None) -> int:
-        """Write the workspace's full blocks that the tier does not have yet; → blocks written.
+        """Write the workspace's full exact blocks that the tier does not have yet; → blocks written.
 
         Never waits for room: what does not fit is not kept. The workspace must be filled and must not change.
         """
+        keys = keys[: workspace.exact // self.spec.blocks.block_tokens]
         lease = self.tier.prepare_write(keys, self.owner, tenant=tenant)
         written: list[BlockKey] = []
         try:
@@ -142,6 +167,30 @@ class PrefixCache:
             self.tier.complete_write(lease.id, written)
         self.counters.blocks_written += len(written)
         return len(written)
+
+    def _extended(
+        self, exact: FoundRun, wanted: Sequence[BlockKey], worth_s: float, at_rest: AtRest
+    ) -> FoundRun:
+        """An exact run with the lossy blocks behind it, if there are any; it is held until they are found."""
+        rest = [lossy_key(key, at_rest) for key in wanted[exact.blocks :]]
+        try:
+            longer = self._read([*wanted[: exact.blocks], *rest], worth_s)
+        except BaseException:
+            self.tier.complete_read(exact.lease)
+            raise
+        better, other = (longer, exact) if longer.blocks > exact.blocks else (exact, longer)
+        self.tier.complete_read(other.lease)
+        self._drop(other.faulty)
+        return better
+
+    def _read(self, keys: Sequence[BlockKey], worth_s: float) -> FoundRun:
+        """What a tier has of a chain, under a lease."""
+        lease = self.tier.prepare_read(keys, self.owner, worth_s=worth_s)
+        try:
+            return self._verified(lease)
+        except BaseException:
+            self.tier.complete_read(lease.id)
+            raise
 
     def _verified(self, lease: ReadLease) -> FoundRun:
         """The leading blocks of a lease whose headers are right."""
@@ -202,7 +251,7 @@ class PrefixLoad:
         """Load; `opened` is called as soon as it is known how much will come. Raises what the tier raises."""
         prefix, workspace = self._prefix, self._workspace
         self.keys = prefix.keys(self._request.prompt, self._request.tenant)
-        found = prefix.open(self.keys, self._limit, self._worth_s)
+        found = prefix.open(self.keys, self._limit, self._worth_s, self._request.at_rest)
         if found is None:
             return
         arrival = self._arrival = Arrival(found.blocks, len(prefix.spec.layers), self._worth_s)
@@ -210,6 +259,8 @@ class PrefixLoad:
             arrival.stop()
         else:
             workspace.arrival = arrival
+            if found.exact < found.blocks:
+                workspace.exact = found.exact * prefix.spec.blocks.block_tokens
             workspace.filled = found.blocks * prefix.spec.blocks.block_tokens
             opened()
         prefix.fill(found, workspace, arrival)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.report import SelectionReport
+from kv_tiers.at_rest import AtRest
 from policies.recipe import Recipe
 
 
@@ -51,7 +52,9 @@ class GenerationRequest:
     `prompt_logprobs` is None or the number of top alternatives wanted for every prompt token (`echo` with logprobs).
     `tenant` salts every cache key. `attempt` counts retries: a newer attempt revokes what an older one left behind.
     `deadline_s` bounds queueing plus prefill, in seconds from admission. `report` asks what selection did, with the
-    attention mass that it kept (a pass of the prompt's last queries over its keys).
+    attention mass that it kept (a pass of the prompt's last queries over its keys). `at_rest` other than EXACT lets
+    blocks of that codec stand in where no exact one is known: then the answer is not exact, and nothing of what was
+    computed behind them is kept.
     """
 
     request_id: str
@@ -63,6 +66,7 @@ class GenerationRequest:
     attempt: int = 0
     deadline_s: float = 600.0
     report: bool = False
+    at_rest: AtRest = AtRest.EXACT
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class TokenLogprob:
 class PromptEvent:
     """First event of a stream: what the prompt cost.
 
+    Of `cached_tokens`, `lossy_tokens` were decoded from lossy blocks.
     `kept_tokens` is the largest number of tokens that any kv head of a full-attention layer kept; `payload_bytes` the
     packed survivors' K and V alone, `shipped_bytes` the whole buffer that decode pulled (0 where nothing was shipped).
     `prompt_logprobs[i]` belongs to prompt token i; the first is None. `report` is what selection did, with the
@@ -92,6 +97,7 @@ class PromptEvent:
     recipe_id: str
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     report: SelectionReport | None = None
+    lossy_tokens: int = 0
 
 
 @dataclass(frozen=True)

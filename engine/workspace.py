@@ -24,6 +24,9 @@ class Workspace:
     `filled` counts leading tokens whose KV is complete in every layer. Attention runs in pieces that end at
     multiples of `piece_tokens`: beside what it reads, a piece's bits depend on where it starts and ends, no more.
 
+    `exact` counts the leading tokens whose KV is as computed: all, unless lossy blocks were loaded. What was computed
+    behind such is not exact either, for it attended to them.
+
     While `arrival` is set, the first `filled` tokens are being loaded: `arrived` waits for a layer of them, and
     `short` says that they will not all come, so that what is computed behind them is void. `settle` then takes up what
     is there.
@@ -42,6 +45,7 @@ class Workspace:
         self.piece_tokens = piece_tokens
         self.watches = dict(watches or {})
         self.filled = 0
+        self.exact = tokens
         self.arrival: Arrival | None = None
         sizes = [s.kv_heads * tokens * s.head_dim for s in spec.layers]
         memory = _memory(2 * sum(sizes), spec.dtype).split([size for size in sizes for _ in "kv"])
@@ -79,6 +83,8 @@ class Workspace:
         if not self.arrival.blocks and not self.arrival.ended:
             return False
         self.filled = self._coming(self.arrival)
+        if self.filled <= self.exact:  # the lossy ones did not come: the rest is computed
+            self.exact = self.tokens
         if not self.filled:
             self.arrival = None
         return True

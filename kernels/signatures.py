@@ -58,15 +58,14 @@ HIGHEST = [
     *(c_int64, c_int64, c_int),  # heads, slots, threads
 ]
 CHECK_BLOCKS = [
-    *(c_void_p, c_void_p, c_int64),  # addresses of sources, of targets or null, blocks
-    *(
-        c_void_p,
-        c_void_p,
-        c_int64,
-        c_void_p,
-        c_void_p,
-    ),  # offsets, sizes, parts, checksums, whether they are right
+    *(c_void_p, c_void_p, c_void_p, c_int64),  # addresses of sources, of targets or null, sizes, blocks
+    *(c_void_p, c_void_p, c_void_p),  # keys, what was found, form
 ]
+CHECK_LANDED = [
+    *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),  # addresses, sizes, keys, what was found, form
+    *(c_void_p, c_int),  # turn, whether to wait for more
+]
+LANDED = [c_void_p, c_int64, c_int64]  # turn, blocks that have landed, whether no more will
 BLOCK_RUN = [
     *(
         c_void_p,
@@ -80,6 +79,13 @@ BLOCK_RUN = [
     *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),  # k and v with their strides in bytes
 ]
 COPY = [c_void_p, c_void_p, c_int64, c_int64]
+ENCODE_BLOCKS = [
+    *(c_void_p, c_void_p, c_int64),  # addresses of sources and targets, blocks
+    *(c_int64, c_int64, c_int64),  # codec, bytes per number, tokens
+    *(c_void_p, c_int64),  # table of layers, layers
+    *(c_void_p, c_void_p, c_void_p),  # wanted checksums, those made, outcomes
+]
+DECODE_BLOCKS = [*ENCODE_BLOCKS[:8], c_void_p]
 XXH3 = [c_void_p, c_int64]
 STATUS = (
     "",

@@ -34,7 +34,7 @@ class CpuTier(BookedTier):
             slots = [self._memory.view(entry.offset, self.slot_bytes) for entry in entries]
             return copy_whole_blocks(slots, into, [entry.key for entry in entries])
 
-        return await _in_thread(copy) if entries else []
+        return await in_thread(copy) if entries else []
 
     async def _store(self, entries: Sequence[Entry], blocks: Sequence[memoryview]) -> None:
         def copy() -> None:
@@ -42,11 +42,11 @@ class CpuTier(BookedTier):
             chosen().copy(BlockViews(blocks), BlockViews(slots))
 
         if entries:
-            await _in_thread(copy)
+            await in_thread(copy)
 
 
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    """What `work` returns. A cancelled caller waits for its end too."""
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """What `work` returns, from a thread. A cancelled caller waits for its end too."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)

@@ -2,7 +2,8 @@
 
 Two kinds of key, never confused. A `BlockKey` names the full KV of one block of a prompt: a hash chain over
 the tokens up to the block's end, whatever recipe is used later. A `SurvivorKey` names what one recipe kept of
-one exact prompt.
+one exact prompt. What a lossy codec made of a block is another block: its `lossy_key` follows from the exact one, and
+shows that it is one, so that nobody takes it for exact whatever way it came.
 
 Every field that is hashed is tagged, says whether it is there, and is length-delimited, so no two different
 field lists share an encoding; `None` differs from the empty string. The encoding is FINAL: golden values in
@@ -11,6 +12,7 @@ the tests pin it, and changing it means a new domain string.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -19,11 +21,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kv_tiers.at_rest import AtRest
+
 DIGEST_BYTES = 32
 
 _FINGERPRINT_DOMAIN = b"kvtide/fingerprint/1"
 _BLOCK_DOMAIN = b"kvtide/block/1"
 _SURVIVOR_DOMAIN = b"kvtide/survivor/1"
+_LOSSY_DOMAIN = b"kvtide/lossy/1"
+_LOSSY_MARK = b"kvlossy"
+_LOSSY_TAIL_BYTES = len(_LOSSY_MARK) + 1
+"""A lossy key ends with the mark and its codec's number. An exact one does so by chance once in 2^64 blocks, and is
+then only never written to an exact tier."""
+_KNOWN_LOSSY = 1 << 16
 _MAX_TOKEN = 2**32 - 1
 
 
@@ -67,7 +77,7 @@ class _Digest(NamedTuple):
 
 
 class BlockKey(_Digest):
-    """Name of one block's full prompt KV. Made by `block_keys`; others only compare, sort and store it.
+    """Name of one block's full prompt KV. Made by `block_keys`, `lossy_key`; others only compare, sort and store it.
 
     A tuple, for books look keys up some fifty times per block, and a dataclass hashes and compares in Python.
     """
@@ -130,18 +140,53 @@ def block_keys(
     return keys
 
 
+@functools.lru_cache(maxsize=_KNOWN_LOSSY)
+def lossy_key(key: BlockKey, codec: AtRest) -> BlockKey:
+    """Key of what a lossy codec makes of the block of an exact key. The codec's version is the domain's."""
+    assert codec is not AtRest.EXACT and is_exact(key), "only what was computed is encoded"
+    fields = (_field(b"block", key.digest), _field(b"codec", codec.label.encode()))
+    body = _start(_LOSSY_DOMAIN, *fields, size=DIGEST_BYTES - _LOSSY_TAIL_BYTES).digest()
+    return BlockKey(body + _LOSSY_MARK + bytes((codec,)))
+
+
+def is_exact(key: BlockKey) -> bool:
+    """Whether a block of that key holds KV as computed."""
+    return key.digest[-_LOSSY_TAIL_BYTES:-1] != _LOSSY_MARK
+
+
+def is_kept_as(key: BlockKey, codec: AtRest) -> bool:
+    """Whether blocks of that key are what this codec makes."""
+    if codec is AtRest.EXACT:
+        return is_exact(key)
+    return key.digest[-_LOSSY_TAIL_BYTES:] == _LOSSY_MARK + bytes((codec,))
+
+
+def kept_as(key: BlockKey, codec: AtRest) -> BlockKey:
+    """The key under which a tier of this codec keeps the block of an exact key; a lossy one is what it is."""
+    return key if codec is AtRest.EXACT or not is_exact(key) else lossy_key(key, codec)
+
+
 def survivor_key(
-    fingerprint: Fingerprint, tokens: Sequence[int] | np.ndarray, recipe_id: str, *, tenant: str | None = None
+    fingerprint: Fingerprint,
+    tokens: Sequence[int] | np.ndarray,
+    recipe_id: str,
+    *,
+    tenant: str | None = None,
+    at_rest: AtRest = AtRest.EXACT,
 ) -> SurvivorKey:
-    """Key of what `recipe_id` keeps of exactly these tokens (no prefix of them, no longer prompt)."""
-    digest = _hash(
-        _SURVIVOR_DOMAIN,
+    """Key of what `recipe_id` keeps of exactly these tokens (no prefix of them, no longer prompt).
+
+    `at_rest`: the codec that some of the prompt's KV came through; those survivors are others.
+    """
+    fields = [
         _field(b"fingerprint", fingerprint.digest),
         _field(b"tenant", None if tenant is None else tenant.encode()),
         _field(b"recipe", recipe_id.encode()),
         _field(b"tokens", _pack_tokens(tokens)),
-    )
-    return SurvivorKey(digest)
+    ]
+    if at_rest is not AtRest.EXACT:
+        fields.append(_field(b"at_rest", at_rest.label.encode()))
+    return SurvivorKey(_hash(_SURVIVOR_DOMAIN, *fields))
 
 
 def _pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
@@ -168,8 +213,8 @@ def _field(tag: bytes, value: bytes | None) -> bytes:
     return _field_head(tag, len(value)) + value
 
 
-def _start(domain: bytes, *fields: bytes) -> hashlib.blake2b:
-    return hashlib.blake2b(_field(b"domain", domain) + b"".join(fields), digest_size=DIGEST_BYTES)
+def _start(domain: bytes, *fields: bytes, size: int = DIGEST_BYTES) -> hashlib.blake2b:
+    return hashlib.blake2b(_field(b"domain", domain) + b"".join(fields), digest_size=size)
 
 
 def _hash(domain: bytes, *fields: bytes) -> bytes:

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import xxhash
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.breaker import Breaker
 from kv_tiers.keys import BlockKey
@@ -68,11 +69,11 @@ class NvmeFaults:
 class NvmeTier(OverBooks):
     """`Tier` over the file at `path` (`nvme_path` makes one), which has `nbytes` at most, metadata included.
 
-    `slot_bytes`: a multiple of 4096. `policy`, `clock`, `ttl_s`, `tenant_share`: as in `SlotBooks`; new blocks compete
-    with old ones. `engine`: see `open_engine`; `memory` (address, bytes) is where most buffers lie, for NIXL to
-    register. `deadline` bounds a call, `breaker_pause_s` is how long the device is left alone after failures in a
-    row. `direct`: whether to try O_DIRECT. `wrap` wraps the engine (faults, measurements). ValueError: nothing fits,
-    or not whole pages.
+    `slot_bytes`: a multiple of 4096. `at_rest`: of the blocks that it is given. `policy`, `clock`, `ttl_s`,
+    `tenant_share`: as in `SlotBooks`; new blocks compete with old ones. `engine`: see `open_engine`; `memory` (address,
+    bytes) is where most buffers lie, for NIXL to register. `deadline` bounds a call, `breaker_pause_s` is how long the
+    device is left alone after failures in a row. `direct`: whether to try O_DIRECT. `wrap` wraps the engine (faults,
+    measurements). ValueError: nothing fits, or not whole pages.
 
     What was evicted or expired may be found again after a kill (not after `close`) until its slot is written anew.
     """
@@ -85,6 +86,7 @@ class NvmeTier(OverBooks):
         nbytes: int,
         slot_bytes: int,
         *,
+        at_rest: AtRest = AtRest.EXACT,
         policy: EvictionPolicy[BlockKey] | None = None,
         clock: Callable[[], float] = time.monotonic,
         ttl_s: float | None = None,
@@ -96,7 +98,7 @@ class NvmeTier(OverBooks):
         direct: bool = True,
         wrap: Callable[[FileEngine], FileEngine] | None = None,
     ) -> None:
-        self.geometry = Geometry.within(nbytes, slot_bytes)
+        self.geometry = Geometry.within(nbytes, slot_bytes, at_rest)
         super().__init__(
             SlotBooks(
                 self.geometry.slots,
@@ -196,6 +198,11 @@ class NvmeTier(OverBooks):
             stored.append(Stored.PRESENT if again else answers[key])
             told.add(key)
         return stored
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether reading or writing has failed of late."""
+        return self._reading.is_open or self._writing.is_open
 
     async def drop(self, keys: Sequence[BlockKey]) -> int:
         gone = [(self._slot_of(key), key) for key in dict.fromkeys(keys) if self._books.holds(key)]

@@ -37,7 +37,7 @@ class NvmeFile:
     direct: bool
     whole_slots: int
     recreated: bool
-    """A file was there, but of another version or shape, or never finished."""
+    """A file was there, but of another version, shape or codec, or never finished."""
 
     @classmethod
     def open(cls, path: Path, geometry: Geometry, *, direct: bool) -> Self:

@@ -2,7 +2,8 @@
 
     superblock (1 page) | index pages | slots
 
-Superblock, little-endian: magic 8s, version u32, zero u32, slot bytes u64, slots u64, salt u64, xxh3-64 of all that.
+Superblock, little-endian: magic 8s, version u32, codec u32 (`AtRest`, of the blocks in the slots), slot bytes u64,
+slots u64, salt u64, xxh3-64 of all that.
 Index page: 73 records and the xxh3-64 of them, seeded with salt + page number. Record: key 32s, tenant u64 (0: none),
 generation u64 (0: the slot is void), xxh3-64 of all that, seeded with salt + slot. A record of another file or slot
 is never taken for one's own. A page of zeros is void throughout, as a new file is.
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.keys import DIGEST_BYTES, BlockKey
 from kv_tiers.nvme_io import FileEngine, FileSpan, Motion
 
@@ -40,13 +42,14 @@ _U64 = 2**64 - 1
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where what lies in the file, in bytes."""
+    """Where what lies in the file, in bytes, and how its blocks are encoded."""
 
     slots: int
     slot_bytes: int
+    at_rest: AtRest = AtRest.EXACT
 
     @classmethod
-    def within(cls, nbytes: int, slot_bytes: int) -> Geometry:
+    def within(cls, nbytes: int, slot_bytes: int, at_rest: AtRest = AtRest.EXACT) -> Geometry:
         """As many slots as fit with their metadata; ValueError if that is none, or not a whole number of pages each."""
         if slot_bytes < PAGE or slot_bytes % PAGE:
             raise ValueError(f"slots are a multiple of {PAGE} bytes long, not {slot_bytes}")
@@ -57,7 +60,7 @@ class Geometry:
             slots -= 1
         if not slots:
             raise ValueError(f"{nbytes} bytes hold no block of {slot_bytes} beside {2 * PAGE} of metadata")
-        return cls(slots, slot_bytes)
+        return cls(slots, slot_bytes, at_rest)
 
     @property
     def pages(self) -> int:
@@ -76,11 +79,11 @@ class Geometry:
 
     def superblock(self, salt: int) -> bytes:
         """The first page."""
-        body = _SUPERBLOCK.pack(_MAGIC, VERSION, 0, self.slot_bytes, self.slots, salt)
+        body = _SUPERBLOCK.pack(_MAGIC, VERSION, self.at_rest, self.slot_bytes, self.slots, salt)
         return (body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")).ljust(PAGE, b"\0")
 
     def salt_of(self, page: bytes) -> int | None:
-        """The salt of a superblock that says exactly this shape and version."""
+        """The salt of a superblock that says exactly this shape, codec and version."""
         if len(page) < _SUPERBLOCK.size:
             return None
         salt = int(_SUPERBLOCK.unpack_from(page)[-1])

@@ -17,6 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.breaker import Breaker
 from kv_tiers.keys import BlockKey
@@ -40,7 +41,8 @@ class RedisTier(RedisBlocks):
 
     `nbytes` bounds what the blocks in this node's books take there, metadata included; the client's and server's
     buffers, and parts that a killed writer left (they go within a minute), come on top. `block_bytes`: length of this
-    node's blocks, by which the bound is divided (None: slot_bytes). `deadline_s` for one block or command. `packing`
+    node's blocks, by which the bound is divided (None: slot_bytes). `at_rest`: of the blocks that it is given; it does
+    not see others, and removes those that it finds at its start. `deadline_s` for one block or command. `packing`
     "zstd" trades time for room, losslessly. With `ttl_s` Redis forgets by itself what nobody reads. After
     `breaker_failures` failures in a row Redis is asked once per `breaker_pause_s`. ValueError for a URL or sizes that
     cannot be; everything else (wrong password, no server) is a tier that fails until it is put right.
@@ -53,6 +55,7 @@ class RedisTier(RedisBlocks):
         slot_bytes: int,
         *,
         block_bytes: int | None = None,
+        at_rest: AtRest = AtRest.EXACT,
         connections: int = 4,
         deadline_s: float = 1.0,
         breaker_failures: int = 3,
@@ -97,6 +100,7 @@ class RedisTier(RedisBlocks):
             books,
             nbytes=nbytes,
             pack=packing == "zstd",
+            kept_as=at_rest,
             breaker=Breaker(breaker_failures, breaker_pause_s),
             watch_s=watch_s,
             renew_s=None if ttl_s is None else ttl_s / 3,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.block import BlockHeader, read_header
 from kv_tiers.books import SlotBooks
 from kv_tiers.breaker import Breaker
@@ -30,7 +31,7 @@ _OWNER = "redis"
 class RedisBlocks(OverBooks):
     """`Tier` over a client and lanes. `nbytes` bounds what the blocks in the books take in Redis, metadata included.
 
-    `pack`: losslessly. `watch_s`, `renew_s`: see `Upkeep`.
+    `pack`: losslessly. `kept_as`, `watch_s`, `renew_s`: see `Upkeep`.
     """
 
     name = "redis"
@@ -43,6 +44,7 @@ class RedisBlocks(OverBooks):
         *,
         nbytes: int,
         pack: bool,
+        kept_as: AtRest,
         breaker: Breaker,
         watch_s: float,
         renew_s: float | None,
@@ -66,6 +68,7 @@ class RedisBlocks(OverBooks):
             books,
             self._charges,
             breaker,
+            kept_as=kept_as,
             watch_s=watch_s,
             renew_s=renew_s,
             moved=lanes.disconnect,
@@ -76,6 +79,11 @@ class RedisBlocks(OverBooks):
     def incarnation(self) -> int:
         """Of the Redis whose contents the books know, larger for a later run; 0 before it was first reached."""
         return self._upkeep.incarnation
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether Redis has not been reached yet, or not of late."""
+        return self._breaker.is_open or not self.incarnation
 
     @property
     def used_bytes(self) -> int:
@@ -342,4 +350,5 @@ def _packed(slot: memoryview) -> Frame | None:
     header = _header(slot)
     if header is None:
         return None
-    return packed_frame(slot[: header.layout.nbytes], header.layout.dtype.itemsize)
+    width = header.layout.dtype.itemsize if header.layout.codec is AtRest.EXACT else 1
+    return packed_frame(slot[: header.layout.nbytes], width)

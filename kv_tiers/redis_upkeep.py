@@ -10,9 +10,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.breaker import Breaker
-from kv_tiers.keys import BlockKey
+from kv_tiers.keys import BlockKey, is_kept_as
 from kv_tiers.redis_charges import Charges
 from kv_tiers.redis_listing import list_blocks
 from kv_tiers.redis_ports import Client, Unreachable
@@ -25,7 +26,8 @@ _AT_ONCE = 1000  # blocks between two turns of the event loop
 class Upkeep:
     """What the tier's calls share with the task that looks after Redis every `watch_s` seconds, and when woken.
 
-    `writing`: keys that a `put` is at; `condemned`: those of them that were cleared meanwhile. `renew_s`: how often
+    `writing`: keys that a `put` is at; `condemned`: those of them that were cleared meanwhile. `kept_as`: the
+    codec of our blocks; others' we do not see, and remove when we list for the first time. `renew_s`: how often
     pinned blocks get their time to live in Redis anew. `moved` is called when Redis is another run.
     """
 
@@ -36,6 +38,7 @@ class Upkeep:
         charges: Charges,
         breaker: Breaker,
         *,
+        kept_as: AtRest,
         watch_s: float,
         renew_s: float | None,
         moved: Callable[[], None],
@@ -50,6 +53,7 @@ class Upkeep:
         self._books = books
         self._charges = charges
         self._breaker = breaker
+        self._kept_as = kept_as
         self._watch_s = watch_s
         self._renew_s = renew_s
         self._moved = moved
@@ -91,8 +95,8 @@ class Upkeep:
         self._breaker.succeeded()
 
     def hides(self, key: BlockKey) -> bool:
-        """Whether Redis may have the block, and nobody shall see it: not complete, or to be removed."""
-        if self.clearing or key in self.writing:
+        """Whether Redis may have the block, and nobody shall see it: not complete, to be removed, not our codec's."""
+        if self.clearing or key in self.writing or not is_kept_as(key, self._kept_as):
             return True
         return key not in self._charges and self._charges.is_owed(key)
 
@@ -192,7 +196,8 @@ class Upkeep:
                 await asyncio.sleep(0)
             if key in self._charges or key in self.writing or key in changed or self._charges.is_owed(key):
                 continue
-            slot = next(slots, None) if self._charges.fits(frame_bytes) else None
+            ours = is_kept_as(key, self._kept_as)
+            slot = next(slots, None) if ours and self._charges.fits(frame_bytes) else None
             if slot is not None and self._books.adopt([(key, slot)]):
                 self._charges.add(key, slot, frame_bytes)
             elif first:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.keys import BlockKey
 
 
@@ -187,6 +188,14 @@ class Tier(Protocol):
     """"memory", "cpu", "nvme", "redis": how gauges and the directory call it."""
 
     slot_bytes: int
+
+    at_rest: AtRest
+    """How blocks lie there. All but EXACT are put by exact keys, and visible under lossy ones (`keys.kept_as`) only."""
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether it is asked only now and then, for it has not answered: its breaker is open."""
+        ...
 
     async def start(self) -> None:
         """Open the medium and find what an earlier process left there whole; the rest of it is removed."""

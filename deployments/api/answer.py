@@ -17,15 +17,18 @@ Json = dict[str, object]
 class UsageTally:
     """Token counts of one answer over all its prompts and choices. A prompt counts once whatever `n` is.
 
-    `warnings` are what the user should know of the recipe; `report` whether they asked what selection did.
+    `warnings` are what the user should know of the recipe; `report` whether they asked what selection did; `lossy`
+    whether lossy blocks might stand in.
     """
 
-    def __init__(self, warnings: Sequence[str] = (), report: bool = False) -> None:
+    def __init__(self, warnings: Sequence[str] = (), report: bool = False, lossy: bool = False) -> None:
         self.warnings = warnings
         self.report = report
+        self.lossy = lossy
         self.reports: list[SelectionReport] = []
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.lossy_tokens = 0
         self.kept_tokens = 0
         self.payload_bytes = 0
         self.shipped_bytes = 0
@@ -39,6 +42,7 @@ class UsageTally:
             return
         self.prompt_tokens += event.prompt_tokens
         self.cached_tokens += event.cached_tokens
+        self.lossy_tokens += event.lossy_tokens
         self.kept_tokens += event.kept_tokens
         self.payload_bytes += event.payload_bytes
         self.shipped_bytes += event.shipped_bytes
@@ -47,7 +51,9 @@ class UsageTally:
             self.reports.append(event.report)
 
     def as_json(self) -> Json:
-        """OpenAI's usage object plus `kv`: what the recipe kept and what was shipped (bytes)."""
+        """OpenAI's usage object plus `kv`: what the recipe kept, what was shipped (bytes), and how many of the cached
+        tokens were decoded from lossy blocks, where that was allowed.
+        """
         kv: Json = {
             "recipe": self.recipe_id,
             "prompt_tokens": self.prompt_tokens,
@@ -55,6 +61,8 @@ class UsageTally:
             "payload_bytes": self.payload_bytes,
             "shipped_bytes": self.shipped_bytes,
         }
+        if self.lossy:
+            kv["lossy_tokens"] = self.lossy_tokens
         if self.warnings:
             kv["warnings"] = list(self.warnings)
         if self.reports:
@@ -109,7 +117,8 @@ class Answer(ABC):
         self.plan = plan
         recipes = [request.recipe for request in plan.requests]
         warnings = dict.fromkeys(told for recipe in recipes for told in recipe.warnings)
-        self.usage = UsageTally(tuple(warnings), plan.report)
+        lossy = any(request.at_rest for request in plan.requests)
+        self.usage = UsageTally(tuple(warnings), plan.report, lossy)
         self._created = created
 
     def chunks(self, prompt: int, events: Sequence[Event]) -> list[Json]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -42,7 +43,7 @@ def build_application(
     application.state.edge = edge
     _add_generation(application, edge)
     _add_models(application, card)
-    _add_recipes(application, card)
+    _add_recipes(application, card, edge.settings.at_rest)
     if tiers is not None:
         add_tiers(application, edge, tiers)
     _add_operations(application, edge)
@@ -104,10 +105,10 @@ def _add_models(application: FastAPI, card: ModelCard) -> None:
         return JSONResponse(entry(name))
 
 
-def _add_recipes(application: FastAPI, card: ModelCard) -> None:
+def _add_recipes(application: FastAPI, card: ModelCard, codecs: Sequence[str]) -> None:
     @application.get("/v1/kv/recipes")
     async def recipes() -> Response:
-        return JSONResponse(catalogue(card.recipes))
+        return JSONResponse(catalogue(card.recipes, codecs))
 
 
 def _add_operations(application: FastAPI, edge: Edge) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 
 from deployments.api.recipes import AUTO, RecipeBook, plain_recipe
+from kv_tiers.at_rest import AtRest
 from policies import POLICIES
 from policies.decode_recipe import DECODE_DEFAULTS, DECODE_OPTIONS, make_decode_recipe
 from policies.decoding import RULES
@@ -21,14 +22,17 @@ _NOTHING = object()
 _PLACES = ", or its place: question, system, or [start, stop)"
 
 
-def catalogue(book: RecipeBook) -> Json:
-    """The endpoint's body: the server's recipes, and every policy, decode rule and field with its valid values."""
+def catalogue(book: RecipeBook, codecs: Sequence[str]) -> Json:
+    """The endpoint's body: the server's recipes, and every policy, decode rule and field with its valid values.
+
+    `codecs`: of the server's tiers.
+    """
     return {
         "default": dict(book.default),
         "recipes": [_recipe(book, name) for name in book.named],
         "policies": {name: _policy(name) for name in POLICIES},
         "decode_rules": {name: _rule(name) for name in DECODE_OPTIONS},
-        "fields": {**_own_fields(book), **_recipe_fields(), **_decode_fields()},
+        "fields": {**_own_fields(book, codecs), **_recipe_fields(), **_decode_fields()},
     }
 
 
@@ -66,11 +70,12 @@ def _about(described: type) -> str:
     return " ".join(inspect.cleandoc(described.__doc__ or "").split("\n\n")[0].split())
 
 
-def _own_fields(book: RecipeBook) -> Json:
+def _own_fields(book: RecipeBook, codecs: Sequence[str]) -> Json:
     """Fields of `kv` that are no fields of a recipe."""
     return {
         "recipe": {"default": None, "valid": ", ".join(book.named)},
         "report": {"default": False, "valid": "true, false"},
+        "at_rest": {"default": AtRest.EXACT.label, "valid": ", ".join(codecs)},
         "policy": {"default": None, "valid": ", ".join(OPTIONS)},
     }
 

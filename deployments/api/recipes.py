@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from deployments.api.spans import LazyPromptMap
 from engine.errors import InvalidRequest
+from kv_tiers.at_rest import AtRest
 from policies.named import (
     CAPPED_FROM,
     LIGHT_FROM,
@@ -166,11 +168,24 @@ def _unplaced(fields: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
-def split_kv(kv: Mapping[str, object] | str | None) -> tuple[dict[str, object], bool]:
-    """A request's `kv`: its recipe fields, and whether it asks for a report. Raises `RecipeError`."""
+class KvFields(NamedTuple):
+    """A request's `kv`: the fields of its recipe, whether it asks for a report, and which blocks may stand in."""
+
+    recipe: dict[str, object]
+    report: bool = False
+    at_rest: AtRest = AtRest.EXACT
+
+
+def split_kv(
+    kv: Mapping[str, object] | str | None, codecs: Sequence[str] = (AtRest.EXACT.label,)
+) -> KvFields:
+    """A request's `kv` taken apart; `codecs` are those of the server's tiers. Raises `RecipeError`."""
     if isinstance(kv, str):
-        return {"recipe": kv}, False
+        return KvFields({"recipe": kv})
     fields = dict(kv or {})
+    at_rest = fields.pop("at_rest", None)
+    if at_rest is not None and (not isinstance(at_rest, str) or at_rest not in codecs):
+        raise RecipeError("at_rest", f"no tier keeps blocks as {at_rest!r:.64}", ", ".join(codecs))
     report = fields.pop("report", None)
     if report is not None and type(report) is not bool:
         raise RecipeError("report", f"{report!r:.64} is neither true nor false", "true, false")
@@ -178,7 +193,7 @@ def split_kv(kv: Mapping[str, object] | str | None) -> tuple[dict[str, object], 
         several = fields.get(name)
         if isinstance(several, list | dict) and len(several) > MAX_RANGES:
             raise RecipeError(name, f"{len(several)} ranges are too many", f"at most {MAX_RANGES}")
-    return fields, bool(report)
+    return KvFields(fields, bool(report), AtRest.named(at_rest or AtRest.EXACT.label))
 
 
 def refusal(error: RecipeError) -> InvalidRequest:

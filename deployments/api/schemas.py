@@ -119,7 +119,7 @@ class Request(Fields):
     )
     kv: Kv | None = Field(
         default=None,
-        description="Extension: a recipe's name, or its fields (see /v1/kv/recipes) and `report`.",
+        description="Extension: a recipe's name, or its fields (see /v1/kv/recipes), `report` and `at_rest`.",
     )
     cache_salt: CacheSalt | None = Field(
         default=None, description="Extension: a tenant; prompts with different ones share no cached KV."

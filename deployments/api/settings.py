@@ -46,6 +46,9 @@ class ApiSettings(BaseModel):
     probe_timeout_s: float = Field(
         default=5.0, gt=0, description="Bound on asking the backend for readiness or gauges."
     )
+    at_rest: tuple[str, ...] = Field(
+        default=("exact",), description="How tiers keep blocks: what a request's kv.at_rest may name."
+    )
     api_key: SecretStr | None = Field(
         default=None, description="When set, /v1 needs `Authorization: Bearer <key>`."
     )

@@ -12,7 +12,7 @@ from deployments.api.card import ModelCard
 from deployments.api.errors import ModelNotFound
 from deployments.api.plan import Plan
 from deployments.api.prompts import Prompt, chat_prompt, check_token_ids, completion_prompt, split_prompt
-from deployments.api.recipes import refusal, split_kv
+from deployments.api.recipes import KvFields, refusal, split_kv
 from deployments.api.schemas import ChatRequest, CompletionRequest, Request
 from deployments.api.settings import ApiSettings
 from engine.errors import ContextOverflow, InvalidRequest
@@ -34,8 +34,7 @@ class _Ask:
     max_tokens: int | None
     max_tokens_field: str
     default_tokens: int | None
-    recipe: dict[str, object]
-    report: bool
+    kv: KvFields
     logprobs: int | None
     prompt_logprobs: int | None = None
 
@@ -45,9 +44,9 @@ def plan_chat(card: ModelCard, settings: ApiSettings, request: ChatRequest) -> P
     _check_shared(card, settings, request, prompts=1)
     logprobs = _chat_logprobs(request)
     max_tokens, max_field = _chat_max_tokens(request)
-    recipe, report = _kv(request)
+    kv = _kv(settings, request)
     prompt = chat_prompt(card, request)
-    ask = _Ask("messages", max_tokens, max_field, None, recipe, report, logprobs)
+    ask = _Ask("messages", max_tokens, max_field, None, kv, logprobs)
     answer_id = f"chatcmpl-{secrets.token_hex(16)}"
     return Plan(
         answer_id,
@@ -55,7 +54,7 @@ def plan_chat(card: ModelCard, settings: ApiSettings, request: ChatRequest) -> P
         stream=bool(request.stream),
         include_usage=_include_usage(request),
         logprobs=logprobs,
-        report=report,
+        report=kv.report,
     )
 
 
@@ -65,7 +64,7 @@ def plan_completion(card: ModelCard, settings: ApiSettings, request: CompletionR
     _check_shared(card, settings, request, prompts=len(prompts))
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of is supported only with the value of n.", "best_of")
-    recipe, report = _kv(request)
+    kv = _kv(settings, request)
     read = [completion_prompt(card, prompt, field) for field, prompt in prompts]
     answer_id = f"cmpl-{secrets.token_hex(16)}"
     echo = bool(request.echo)
@@ -76,8 +75,7 @@ def plan_completion(card: ModelCard, settings: ApiSettings, request: CompletionR
             request.max_tokens,
             "max_tokens",
             DEFAULT_COMPLETION_TOKENS,
-            recipe,
-            report,
+            kv,
             request.logprobs,
             request.logprobs if echo else None,
         )
@@ -89,7 +87,7 @@ def plan_completion(card: ModelCard, settings: ApiSettings, request: CompletionR
         stream=bool(request.stream),
         include_usage=_include_usage(request),
         logprobs=request.logprobs,
-        report=report,
+        report=kv.report,
         echo=tuple(p if isinstance(p, str) else card.decode(p) for _, p in prompts) if echo else (),
         prefix_tokens=len(card.prompt_prefix) if isinstance(prompts[0][1], str) else 0,
     )
@@ -189,7 +187,7 @@ def _generation(
     request_id: str,
 ) -> GenerationRequest:
     room = _fit_prompt(card, ask, len(prompt.tokens))
-    recipe = _recipe(card, ask.recipe, prompt)
+    recipe = _recipe(card, ask.kv.recipe, prompt)
     max_tokens = _fit_context(card, ask, len(prompt.tokens), room, recipe)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -204,7 +202,8 @@ def _generation(
         tenant=request.cache_salt,
         prompt_logprobs=ask.prompt_logprobs,
         deadline_s=settings.deadline_s,
-        report=ask.report,
+        report=ask.kv.report,
+        at_rest=ask.kv.at_rest,
     )
 
 
@@ -255,9 +254,9 @@ def _logit_bias(card: ModelCard, biases: dict[str, float]) -> tuple[tuple[int, f
     return tuple(sorted(made.items()))
 
 
-def _kv(request: Request) -> tuple[dict[str, object], bool]:
+def _kv(settings: ApiSettings, request: Request) -> KvFields:
     try:
-        return split_kv(request.kv)
+        return split_kv(request.kv, settings.at_rest)
     except RecipeError as error:
         raise refusal(error) from None
 
