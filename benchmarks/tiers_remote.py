@@ -5,7 +5,9 @@
 Regime: two processes of one machine, slabs as node agents make them, whole slots of one size in random order on both
 sides, batches of `BATCH` blocks, `AHEAD` of them under way, warm connection and touched memory. `remote` is what a node
 agent does (`SlabPeer`: ask for a loan, read, verify every byte, give the loan back); `raw` posts NIXL reads of the same
-descriptors into the same memory, looks at nothing and asks nobody. Both take turns; medians over the rounds.
+descriptors into the same memory, looks at nothing and asks nobody, and has its descriptors made beforehand. Both take
+turns; medians over the rounds; ratios are medians of ratios of neighbours, since other work on the machine slows both.
+`cpu_ms_gb`: processor time of the reading process, which is what counts where no processor is idle.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +40,8 @@ from kv_tiers.tier import Fetched
 from kv_tiers.transfer.nixl import NixlWire
 from kv_tiers.transfer.slab_loan import SlabLoan
 from kv_tiers.transfer.slab_peer import SlabExchange, SlabPeer
-from kv_tiers.transfer.wire import Read, Span, Step
+from kv_tiers.transfer.ticket import PeerId
+from kv_tiers.transfer.wire import Read, SpanTable, Step
 
 TARGET_RAW_SHARE = 0.8
 BATCH = 128
@@ -50,18 +54,29 @@ _LAYOUTS = {
 }
 
 
+class Spent(NamedTuple):
+    """Seconds: of the clock, and of the reading process's threads together."""
+
+    wall: float
+    cpu: float
+
+
 def measure_remote(*, nbytes: int = 192 << 20, rounds: int = 9) -> dict[str, float]:
-    """Median GB/s by block size, `{get,raw}_gb_s_{layout}`, and `ratio_{layout}`. Takes 2 `nbytes` of shared memory."""
+    """Medians by block size: `{get,raw}_gb_s_{layout}`, `{get,raw}_cpu_ms_gb_{layout}` and `ratio_{layout}`.
+
+    Takes 2 `nbytes` of shared memory, and 0.1 s a round.
+    """
     figures: dict[str, float] = {}
     for name, layout in _LAYOUTS.items():
         slot_bytes = _slot_bytes(layout)
+        gb = nbytes // slot_bytes * slot_bytes / 1e9
         found = _measure(name, slot_bytes, nbytes // slot_bytes, rounds)
-        remote, raw = (statistics.median(found[each]) for each in ("remote", "raw"))
-        figures |= {
-            f"get_gb_s_{name}": round(remote, 3),
-            f"raw_gb_s_{name}": round(raw, 3),
-            f"ratio_{name}": round(remote / raw, 3),
-        }
+        pairs = zip(found["get"], found["raw"], strict=True)
+        for what, spent in found.items():
+            wall, cpu = (statistics.median(column) for column in zip(*spent, strict=True))
+            figures[f"{what}_gb_s_{name}"] = round(gb / wall, 3)
+            figures[f"{what}_cpu_ms_gb_{name}"] = round(1e3 * cpu / gb, 1)
+        figures[f"ratio_{name}"] = round(statistics.median(raw.wall / get.wall for get, raw in pairs), 3)
     return figures
 
 
@@ -141,7 +156,7 @@ def lend(name: str, path: Path, blocks: int) -> None:
         slab.unlink()
 
 
-def _measure(name: str, slot_bytes: int, blocks: int, rounds: int) -> dict[str, list[float]]:
+def _measure(name: str, slot_bytes: int, blocks: int, rounds: int) -> dict[str, list[Spent]]:
     nbytes = blocks * slot_bytes
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=slab_folder(None, 2 * nbytes)) as folder:
         lender = LenderProcess(name, Path(folder) / "lender.kvslab", blocks)
@@ -171,22 +186,24 @@ async def _alternate(
     keys: Sequence[BlockKey],
     slot_bytes: int,
     rounds: int,
-) -> dict[str, list[float]]:
+) -> dict[str, list[Spent]]:
     offsets = [slot * slot_bytes for slot in np.random.default_rng(2).permutation(len(keys)).tolist()]
     message = await lender.lend(b"".join(key.digest for key in keys))
     assert message is not None
     loan = SlabLoan.from_bytes(message)  # kept: raw reads use its addresses, and the lender polls for them
-    found: dict[str, list[float]] = {"remote": [], "raw": []}
+    found: dict[str, list[Spent]] = {"get": [], "raw": []}
     batches = [slice(at, at + BATCH) for at in range(0, len(keys), BATCH)]
+    spans = SpanTable.columns(loan.addresses, offsets, slot_bytes)
+    tables = [spans[batch] for batch in batches]
     for round_ in range(rounds + 1):
         for what, values in found.items():
-            began = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             if what == "raw":
-                await asyncio.to_thread(_raw, wire, loan, offsets, batches)
+                await asyncio.to_thread(_raw, wire, loan.peer, tables)
             else:
                 await _remote(peer, keys, offsets, batches)
             if round_:  # the first pays for the connection and for untouched memory
-                values.append(len(keys) * slot_bytes / (time.perf_counter() - began) / 1e9)
+                values.append(Spent(time.perf_counter() - wall, time.process_time() - cpu))
     lender.give_back(loan.lease)
     return found
 
@@ -204,13 +221,12 @@ async def _remote(
     await asyncio.gather(*(work() for _ in range(AHEAD)))
 
 
-def _raw(wire: NixlWire, loan: SlabLoan, offsets: Sequence[int], batches: Sequence[slice]) -> None:
+def _raw(wire: NixlWire, peer: PeerId, batches: Sequence[SpanTable]) -> None:
     """Every batch; the next is posted before the last is over."""
     reads = deque[Read]()
     for batch in [*batches, None]:
         if batch is not None:
-            places = zip(loan.addresses[batch], offsets[batch], strict=True)
-            reads.append(wire.read(loan.peer, [Span(*place, loan.slot_bytes) for place in places]))
+            reads.append(wire.read(peer, batch))
         while reads and (batch is None or len(reads) >= AHEAD):
             while (state := reads[0].state()) is Step.PENDING:
                 time.sleep(_PAUSE_S)
@@ -230,10 +246,13 @@ def main() -> None:
         lend(args.lend[0], Path(args.lend[1]), int(args.lend[2]))
         return
     figures = measure_remote(nbytes=args.mib << 20, rounds=args.rounds)
-    print(f"{'block':>8} {'remote GB/s':>12} {'raw GB/s':>9} {'ratio':>6}")
+    print(
+        f"{'block':>8} {'remote GB/s':>12} {'raw GB/s':>9} {'ratio':>6} {'remote ms/GB':>13} {'raw ms/GB':>10}"
+    )
     for name in _LAYOUTS:
-        remote, raw, ratio = (figures[f"{each}_{name}"] for each in ("get_gb_s", "raw_gb_s", "ratio"))
-        print(f"{name:>8} {remote:>12.2f} {raw:>9.2f} {ratio:>6.2f}")
+        wanted = ("get_gb_s", "raw_gb_s", "ratio", "get_cpu_ms_gb", "raw_cpu_ms_gb")
+        get, raw, ratio, get_cpu, raw_cpu = (figures[f"{each}_{name}"] for each in wanted)
+        print(f"{name:>8} {get:>12.2f} {raw:>9.2f} {ratio:>6.2f} {get_cpu:>13.0f} {raw_cpu:>10.0f}")
     targets: dict[str, Bound] = {f"ratio_{name}": {"at_least": TARGET_RAW_SHARE} for name in _LAYOUTS}
     print_result(
         "tiers_remote",

@@ -101,7 +101,7 @@ class Replica:
         torch.set_num_threads(1)
         args = AppArgs.model_validate({"admission": "always", "cpu_tier_gib": cpu_tier_gib})
         model = await asyncio.to_thread(load_model, ensure_weights(args.model), args.dtype, args.block_tokens)
-        options = NodeOptions.of(_APPLICATION, args, model.spec.blocks.nbytes)
+        options = NodeOptions.of(_APPLICATION, args, model.spec.blocks)
         assert options is not None
         self._agent = await asyncio.to_thread(node_agent, options)
         tier = await asyncio.to_thread(AgentTier, lambda: node_agent(options), name)

@@ -1,14 +1,17 @@
 """Bytes of KV blocks in C++: hashed (XXH3, 64 bits, seed 0), or moved and hashed on the way, one pass over memory.
 
 Works on addresses: whoever calls keeps the memory alive and answers for the sizes. Part of the library of
-`kernels.native`; calls release the GIL, run on the calling thread and allocate nothing but a buffer of one layer, once
-per thread. What runs without a compiler is the caller's business, since it needs a checksum from elsewhere.
+`kernels.native`; calls release the GIL, run on the calling thread and allocate nothing but a buffer of one layer or
+header, once per thread. What runs without a compiler is the caller's business: it needs a checksum from elsewhere.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -40,6 +43,75 @@ Addresses: TypeAlias = "ctypes.Array[ctypes.c_uint64]"
 Sizes: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 """Offsets or sizes, in bytes."""
 
+Marks: TypeAlias = "ctypes.Array[ctypes.c_uint8]"
+"""One of `Found` per block."""
+
+DIGEST_BYTES = 32
+"""Of a block's key."""
+
+
+class Found(IntEnum):
+    """What a block turned out to be: not whole or of another key; whole; of another form, so that nothing is known."""
+
+    BAD = 0
+    GOOD = 1
+    OTHER_FORM = 2
+
+
+class Parts(NamedTuple):
+    """What carries checksums in a block: offsets from its start and sizes, in bytes, ascending."""
+
+    offsets: Sizes
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Parts:
+        array = ctypes.c_int64 * len(offsets)
+        return cls(array(*offsets), array(*sizes))
+
+
+class _FormAt(ctypes.Structure):
+    """`Form` of blocks.cpp."""
+
+    _fields_ = (
+        ("like", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("nbytes", "header_bytes", "front", "table", "sums")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "sizes")),
+        ("parts", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """What blocks of one layout have in common: `nbytes`, and a header of `header_bytes`, of which [0, front) and
+    [table, sums) are as in `like`. The key lies before `table`, the parts' checksums (u64) start at `sums`, and the
+    header's last 8 bytes are its own checksum.
+    """
+
+    like: bytes
+    nbytes: int
+    header_bytes: int
+    front: int
+    table: int
+    sums: int
+    parts: Parts
+
+    @functools.cached_property
+    def at(self) -> _FormAt:
+        """The same for C++."""
+        offsets, sizes = self.parts
+        numbers = (self.nbytes, self.header_bytes, self.front, self.table, self.sums)
+        addresses = (ctypes.addressof(offsets), ctypes.addressof(sizes))
+        return _FormAt(self.like, *numbers, *addresses, len(offsets))
+
+
+class Turn(ctypes.Structure):
+    """Blocks that land one after the other, and are checked by several threads: how many have `landed`, how many of
+    them somebody has `taken`, and whether it is `over`: no more will land.
+    """
+
+    _fields_ = (("landed", ctypes.c_int64), ("taken", ctypes.c_int64), ("over", ctypes.c_int64))
+
 
 class NativeBlocks:
     """The operations of one built library. Checksums are u64, little-endian as the machine must be."""
@@ -50,6 +122,8 @@ class NativeBlocks:
         self._xxh3 = self._function("kvtide_xxh3", signatures.XXH3, ctypes.c_uint64)
         self._copy = self._function("kvtide_copy", signatures.COPY)
         self._check = self._function("kvtide_check_blocks", signatures.CHECK_BLOCKS)
+        self._check_landed = self._function("kvtide_check_landed", signatures.CHECK_LANDED)
+        self._landed = self._function("kvtide_landed", signatures.LANDED)
         self._read = self._function("kvtide_read_run", signatures.BLOCK_RUN, ctypes.c_int64)
         self._write = self._function("kvtide_write_run", signatures.BLOCK_RUN)
 
@@ -71,18 +145,43 @@ class NativeBlocks:
         self._copy(sources, targets, len(sources), nbytes)
 
     def check(
-        self, sources: Addresses, targets: Addresses | None, offsets: Sizes, sizes: Sizes, checksums: bytes
+        self, sources: Addresses, targets: Addresses | None, sizes: Sizes, form: BlockForm, keys: bytes
     ) -> bytes:
-        """Of each block, 1 if all its parts have their checksums [blocks, parts], else 0.
+        """Of each block what was `Found`; its key is 32 of the bytes of `keys`.
 
-        With targets the parts are copied there on the way, and it is the copies that are checked; of a block that is
-        not whole, some.
+        With targets, whole buffers (`sizes`) are copied there on the way, and it is the copies that are checked; of
+        what is not whole, some bytes or none.
         """
-        assert len(checksums) == 8 * len(sources) * len(offsets) and len(sizes) == len(offsets)
-        assert targets is None or len(targets) == len(sources)
-        good = (ctypes.c_uint8 * len(sources))()
-        self._check(sources, targets, len(sources), offsets, sizes, len(offsets), checksums, good)
-        return bytes(good)
+        count = len(sources)
+        assert len(keys) == DIGEST_BYTES * count and len(sizes) == count and len(form.parts.offsets)
+        assert targets is None or len(targets) == count
+        found = (ctypes.c_uint8 * count)()
+        if self._check(sources, targets, sizes, count, keys, found, ctypes.byref(form.at)):
+            raise MemoryError("no memory for the header of a block")
+        return bytes(found)
+
+    def check_landed(
+        self,
+        sources: Addresses,
+        sizes: Sizes,
+        form: BlockForm,
+        keys: bytes,
+        found: Marks,
+        turn: Turn,
+        wait: bool,
+    ) -> None:
+        """Mark what was `Found` of blocks as they land, in turn with other threads that do the same.
+
+        Returns when all that have landed are taken; with `wait`, when it is over as well.
+        """
+        assert len(keys) == DIGEST_BYTES * len(sources) and len(form.parts.offsets)
+        assert len(sizes) == len(found) == len(sources)
+        if self._check_landed(sources, sizes, keys, found, ctypes.byref(form.at), ctypes.byref(turn), wait):
+            raise MemoryError("no memory for the header of a block")
+
+    def landed(self, turn: Turn, count: int, over: bool) -> None:
+        """So many leading blocks have landed, for all threads to see; `over`: and no more will."""
+        self._landed(ctypes.byref(turn), count, over)
 
     def read_run(self, slots: Addresses, place: LayerAt, checksums: bytes, k: RowsAt, v: RowsAt) -> int:
         """Copy a layer of n consecutive blocks into rows [heads, n * tokens, dim], each as soon as it is verified.

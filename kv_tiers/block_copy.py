@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from kernels import blocks, ops
+from kernels.blocks import BlockForm, Found, Turn
 
 Buffer: TypeAlias = memoryview | bytearray | np.ndarray
 """Flat writable bytes: a slab view, a bytearray or a uint8 array."""
@@ -38,24 +39,32 @@ class LayerPlace(NamedTuple):
     dim: int
 
 
-class Parts(NamedTuple):
-    """What carries checksums in a block: offsets from its start and sizes, in bytes, ascending."""
-
-    offsets: blocks.Sizes
-    sizes: blocks.Sizes
-
-    @classmethod
-    def of(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Parts:
-        array = ctypes.c_int64 * len(offsets)
-        return cls(array(*offsets), array(*sizes))
-
-
 class BlockViews(Sequence[memoryview]):
     """The bytes of blocks, and where they lie: found once, though a run is read layer by layer."""
 
     def __init__(self, bufs: Sequence[Buffer]) -> None:
-        self._views = [flat_bytes(buf) for buf in bufs]
+        self._views: Sequence[memoryview] = [flat_bytes(buf) for buf in bufs]
         self.addresses = _addresses([address_of(view) for view in self._views])
+
+    @classmethod
+    def within(cls, memory: memoryview, offsets: Sequence[int], nbytes: int) -> BlockViews:
+        """Blocks of one size at offsets of one memory, for a fraction of the price."""
+        start = address_of(memory)
+        made = cls._of(_Slots(memory, offsets, nbytes), [start + offset for offset in offsets])
+        made.sizes = (ctypes.c_int64 * len(offsets))(*[nbytes] * len(offsets))
+        return made
+
+    @classmethod
+    def _of(cls, views: Sequence[memoryview], addresses: Sequence[int]) -> BlockViews:
+        made = object.__new__(cls)
+        made._views = views
+        made.addresses = _addresses(addresses)
+        return made
+
+    @functools.cached_property
+    def sizes(self) -> blocks.Sizes:
+        """Bytes of each."""
+        return (ctypes.c_int64 * len(self))(*map(len, self._views))
 
     @functools.cached_property
     def shortest(self) -> int:
@@ -79,10 +88,37 @@ class BlockViews(Sequence[memoryview]):
         """Those, in that order."""
         if len(indexes) == len(self) and all(map(operator.eq, indexes, range(len(self)))):
             return self
-        picked = object.__new__(BlockViews)
-        picked._views = [self._views[index] for index in indexes]
-        picked.addresses = _addresses([self.addresses[index] for index in indexes])
-        return picked
+        views = [self._views[index] for index in indexes]
+        return self._of(views, [self.addresses[index] for index in indexes])
+
+
+class _Slots(Sequence[memoryview]):
+    """Views of one size, made when they are looked at."""
+
+    def __init__(self, memory: memoryview, offsets: Sequence[int], nbytes: int) -> None:
+        assert not offsets or 0 <= min(offsets) <= max(offsets) + nbytes <= len(memory)
+        self._memory, self._offsets, self._nbytes = memory, offsets, nbytes
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Slots: ...
+    def __getitem__(self, index: int | slice) -> memoryview | _Slots:
+        if isinstance(index, slice):
+            return _Slots(self._memory, self._offsets[index], self._nbytes)
+        return self._memory[self._offsets[index] : self._offsets[index] + self._nbytes]
+
+
+class Landing(NamedTuple):
+    """Blocks of one form that land one after the other; `found` has a mark for each that was taken and checked."""
+
+    views: BlockViews
+    form: BlockForm
+    keys: bytes
+    found: blocks.Marks
 
 
 class BlockCopy(Protocol):
@@ -94,14 +130,22 @@ class BlockCopy(Protocol):
         """Copy buffers of one size as they are, without keeping other threads from running."""
         ...
 
-    def check(
-        self, sources: BlockViews, targets: BlockViews | None, parts: Parts, checksums: bytes
-    ) -> list[bool]:
-        """Of each block, whether all its parts have their checksums.
+    def check(self, sources: BlockViews, targets: BlockViews | None, form: BlockForm, keys: bytes) -> bytes:
+        """Of each block what was `Found`; its key is 32 of the bytes of `keys`.
 
-        With targets the parts are copied there, and it is the copies that are checked; of a block that is not whole,
-        perhaps not all.
+        With targets, of the same sizes, the blocks are copied there, and it is the copies that are checked; of one that
+        is not whole, some bytes or none.
         """
+        ...
+
+    def check_landed(self, landing: Landing, turn: Turn, wait: bool) -> None:
+        """Check blocks as they land, in turn with other threads. Returns when all that have landed are taken, and with
+        `wait`, perhaps only when it is over as well.
+        """
+        ...
+
+    def landed(self, turn: Turn, count: int, over: bool) -> None:
+        """So many leading blocks have landed; `over`: and no more will."""
         ...
 
     def read_run(
@@ -131,22 +175,47 @@ class PythonCopy:
         for source, target in zip(sources, targets, strict=True):
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
-    def check(
-        self, sources: BlockViews, targets: BlockViews | None, parts: Parts, checksums: bytes
-    ) -> list[bool]:
-        spans = [slice(start, start + size) for start, size in zip(parts.offsets, parts.sizes, strict=True)]
-        good: list[bool] = []
-        for index, expected in enumerate(_numbers(checksums, len(sources)).tolist()):
-            read = sources[index]
-            if targets is not None and spans:
-                copied = slice(spans[0].start, spans[-1].stop)
-                read = targets[index]
-                np.copyto(
-                    np.frombuffer(read[copied], np.uint8), np.frombuffer(sources[index][copied], np.uint8)
-                )
-            digests = (xxhash.xxh3_64_intdigest(read[span]) for span in spans)
-            good.append(all(digest == wanted for digest, wanted in zip(digests, expected, strict=True)))
-        return good
+    def check(self, sources: BlockViews, targets: BlockViews | None, form: BlockForm, keys: bytes) -> bytes:
+        into: Sequence[memoryview | None] = [None] * len(sources) if targets is None else targets
+        return bytes(
+            self._check_block(source, target, form, _digest(keys, index))
+            for index, (source, target) in enumerate(zip(sources, into, strict=True))
+        )
+
+    def check_landed(self, landing: Landing, turn: Turn, wait: bool) -> None:
+        while not wait and turn.taken < turn.landed:  # one thread: others would only wait for the GIL
+            index = turn.taken
+            turn.taken += 1
+            key = _digest(landing.keys, index)
+            landing.found[index] = self._check_block(landing.views[index], None, landing.form, key)
+
+    def landed(self, turn: Turn, count: int, over: bool) -> None:
+        turn.landed, turn.over = count, over
+
+    def _check_block(
+        self, source: memoryview, target: memoryview | None, form: BlockForm, key: bytes
+    ) -> Found:
+        raw = bytes(source[: form.header_bytes])
+        found = _look_at_header(raw, len(source), form, key)
+        if found is not Found.GOOD:
+            return found
+        if target is None:
+            return self._check_parts(raw, source, form.parts, form.sums)
+        rest = slice(form.header_bytes, None)
+        np.copyto(np.frombuffer(target[rest], np.uint8), np.frombuffer(source[rest], np.uint8))
+        found = self._check_parts(raw, target, form.parts, form.sums)
+        if found is Found.GOOD:
+            target[: form.header_bytes] = raw
+        return found
+
+    def _check_parts(self, header: bytes, block: memoryview, parts: blocks.Parts, sums: int) -> Found:
+        wanted = np.frombuffer(header, "<u8", len(parts.offsets), sums).tolist()
+        digests = (
+            xxhash.xxh3_64_intdigest(block[start : start + size])
+            for start, size in zip(parts.offsets, parts.sizes, strict=True)
+        )
+        same = all(digest == expected for digest, expected in zip(digests, wanted, strict=True))
+        return Found.GOOD if same else Found.BAD
 
     def read_run(
         self, bufs: BlockViews, place: LayerPlace, checksums: bytes, k: torch.Tensor, v: torch.Tensor
@@ -200,12 +269,16 @@ class NativeCopy:
         assert len(sizes) <= 1, f"buffers of {sorted(sizes)} bytes"
         self._native.copy(sources.addresses, targets.addresses, sources.shortest)
 
-    def check(
-        self, sources: BlockViews, targets: BlockViews | None, parts: Parts, checksums: bytes
-    ) -> list[bool]:
+    def check(self, sources: BlockViews, targets: BlockViews | None, form: BlockForm, keys: bytes) -> bytes:
         into = None if targets is None else targets.addresses
-        good = self._native.check(sources.addresses, into, parts.offsets, parts.sizes, checksums)
-        return [each == 1 for each in good]
+        return self._native.check(sources.addresses, into, sources.sizes, form, keys)
+
+    def check_landed(self, landing: Landing, turn: Turn, wait: bool) -> None:
+        views, form, keys, found = landing
+        self._native.check_landed(views.addresses, views.sizes, form, keys, found, turn, wait)
+
+    def landed(self, turn: Turn, count: int, over: bool) -> None:
+        self._native.landed(turn, count, over)
 
     def read_run(
         self, bufs: BlockViews, place: LayerPlace, checksums: bytes, k: torch.Tensor, v: torch.Tensor
@@ -249,6 +322,20 @@ def address_of(view: memoryview) -> int:
     if view.readonly or not len(view):
         return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
     return ctypes.addressof(ctypes.c_char.from_buffer(view))  # several times faster than numpy
+
+
+def _digest(keys: bytes, index: int) -> bytes:
+    return keys[index * blocks.DIGEST_BYTES : (index + 1) * blocks.DIGEST_BYTES]
+
+
+def _look_at_header(raw: bytes, nbytes: int, form: BlockForm, key: bytes) -> Found:
+    """GOOD: the header of the block of that key, in a buffer of `nbytes`."""
+    same = raw[: form.front] == form.like[: form.front]
+    if nbytes < form.nbytes or not same or raw[form.table : form.sums] != form.like[form.table : form.sums]:
+        return Found.OTHER_FORM
+    sealed = xxhash.xxh3_64_intdigest(raw[:-8]) == int.from_bytes(raw[-8:], "little")
+    named = raw[form.table - len(key) : form.table] == key
+    return Found.GOOD if sealed and named else Found.BAD
 
 
 def _addresses(found: Sequence[int]) -> blocks.Addresses:

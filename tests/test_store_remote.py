@@ -30,6 +30,7 @@ from kv_tiers.transfer.local import LocalFabric, LocalWire
 from kv_tiers.transfer.nixl import NixlWire, unavailable
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
 from kv_tiers.transfer.slab_peer import SlabExchange, SlabPeer
+from kv_tiers.transfer.wire import Span, SpanTable
 
 KEYS = block_keys_of(range(8))
 HIT, MISS, FAILED, CORRUPT = Fetched.HIT, Fetched.MISS, Fetched.FAILED, Fetched.CORRUPT
@@ -112,6 +113,12 @@ def borrower(fabric):
     exchange.close()
 
 
+def break_third(data: bytes) -> bytes:
+    """A loan whose third address is nowhere."""
+    loan = SlabLoan.from_bytes(data)
+    return replace(loan, addresses=(*loan.addresses[:2], 1 << 40, *loan.addresses[3:])).to_bytes()
+
+
 def offsets(count: int) -> list[int]:
     return [slot * SLOT_BYTES for slot in range(count)]
 
@@ -140,18 +147,65 @@ async def test_a_block_that_is_not_whole_or_another_is_no_hit(lender, borrower):
     assert await SlabPeer(borrower, lender).get(KEYS[:4], offsets(4)) == [HIT, CORRUPT, CORRUPT, HIT]
 
 
+async def test_a_first_block_that_is_none_says_nothing_of_the_others(lender, borrower, monkeypatch):
+    monkeypatch.setattr(slab_peer, "READ_BYTES", 2 * SLOT_BYTES)
+    lender.memory.view(lender.books.offset_of(KEYS[0]), 8)[:] = bytes(8)
+    assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [CORRUPT, *[HIT] * 4]
+
+
+async def test_many_loans_at_once_share_the_thread_that_checks(lender, borrower, monkeypatch):
+    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
+    lender.memory.view(lender.books.offset_of(KEYS[3]) + 5000, 1)[0] ^= 1
+    peer = SlabPeer(borrower, lender)
+    for _ in range(20):
+        borrower.memory.tensor.fill_(0xEE)
+        both = await asyncio.gather(peer.get(KEYS[:3], offsets(3)), peer.get(KEYS[3:5], offsets(5)[3:]))
+        assert both == [[HIT] * 3, [CORRUPT, HIT]] and whole(borrower.memory, 3) == [True] * 3
+
+
+async def test_a_read_that_breaks_off_leaves_nobody_waiting(lender, borrower, monkeypatch):
+    def broken(peer, spans):
+        raise RuntimeError("not a transport's failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(borrower._wire, "read", broken)
+        with pytest.raises(RuntimeError, match="not a transport"):
+            await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5))
+    assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
+    assert lender.books.stats().read_leases == 0
+
+
+def test_a_table_of_spans_is_its_spans():
+    spans = [Span(2**63 + 7, 4096, 10), Span(5, 0, 2**34)]
+    table = SpanTable.of(spans)
+    assert [*table] == spans and [*table[1:]] == spans[1:] and SpanTable.of(table) is table
+    assert [*SpanTable.columns([9, 3], [0, 64], 64)] == [Span(9, 0, 64), Span(3, 64, 64)]
+    assert table.remote.tolist() == [[2**63 + 7, 10, 0], [5, 2**34, 0]]
+    assert table.local.tolist() == [[4096, 10, 0], [0, 2**34, 0]] and not SpanTable.of([])
+
+
 async def test_pieces_behind_one_that_cannot_be_read_are_not_asked_for(lender, borrower, monkeypatch):
     monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
-
-    def break_third(data: bytes) -> bytes:
-        loan = SlabLoan.from_bytes(data)
-        return replace(loan, addresses=(*loan.addresses[:2], 1 << 40, *loan.addresses[3:])).to_bytes()
 
     assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
     borrower.memory.tensor.fill_(0xEE)
     lender.change = break_third
     assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT, HIT, *[FAILED] * 3]
     assert whole(borrower.memory, 2) == [True, True] and borrower.links == 0
+    assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
+
+
+async def test_what_lands_behind_a_piece_that_failed_is_not_taken_for_it(
+    fabric, lender, borrower, monkeypatch
+):
+    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
+
+    lender.change = break_third
+    fabric.freeze("b")  # so all pieces are posted before the first one is over
+    reading = asyncio.create_task(SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)))
+    await asyncio.sleep(0.1)
+    fabric.thaw("b")
+    assert await reading == [HIT, HIT, *[FAILED] * 3] and borrower.links == 0
     assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
 
 
@@ -197,13 +251,15 @@ async def test_a_loan_of_an_earlier_life_reads_nothing(fabric, lender, borrower)
 
 
 async def test_a_loan_that_is_over_at_the_end_of_the_read_is_a_failure(lender, borrower, monkeypatch):
-    slow = borrower._finish
+    slow = borrower._read_pieces
 
-    def finish(*read):
+    def read(*what):
+        answers = slow(*what)
         time.sleep(0.06)
-        return slow(*read)
+        assert answers == [HIT, HIT]
+        return answers
 
-    monkeypatch.setattr(borrower, "_finish", finish)
+    monkeypatch.setattr(borrower, "_read_pieces", read)
     lender.change = lambda data: replace(SlabLoan.from_bytes(data), ttl_s=0.05).to_bytes()
     assert await SlabPeer(borrower, lender).get(KEYS[:2], offsets(2)) == [FAILED] * 2
 

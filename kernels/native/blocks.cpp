@@ -3,9 +3,10 @@
 // A slot may be overwritten while it is read. So bytes are copied first, and the copy is what the checksum is compared
 // with and what goes on; nobody looks at the slot twice.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
-#include <numeric>
+#include <thread>
 
 #include "scratch.h"
 #include "tile.h"
@@ -125,6 +126,69 @@ uint64_t xxh3_copy(const uint8_t* from, uint8_t* to, int64_t bytes, bool stream)
                                  : xxh3<Copy::CACHED, AHEAD>(from, to, bytes);
 }
 
+// What blocks of one form, `nbytes` long, have in common. Their headers have `bytes`, of which [0, front) and
+// [table, sums) are as in `like`. The key is the 32 bytes before `table`; checksums of the `parts` start at `sums`; the
+// checksum of the header is its end. Parts lie at `offsets` from a block's start.
+struct Form {
+    const uint8_t* like;
+    int64_t nbytes, bytes, front, table, sums;
+    const int64_t *offsets, *sizes;
+    int64_t parts;
+
+    int64_t end() const { return offsets[parts - 1] + sizes[parts - 1]; }
+};
+
+constexpr int64_t KEY_BYTES = 32;
+enum Found : uint8_t { BAD, GOOD, OTHER_FORM };
+
+// GOOD: `raw` is a copy of the block's header, which is sealed and names the key.
+Found look_at_header(const Form& form, const uint8_t* block, int64_t size, const uint8_t* key, uint8_t* raw) {
+    if (size < form.nbytes) return OTHER_FORM;
+    std::memcpy(raw, block, form.bytes);
+    asm volatile("" : : "r"(raw) : "memory");  // no second look at the block
+    const bool same = !std::memcmp(raw, form.like, form.front) &&
+                      !std::memcmp(raw + form.table, form.like + form.table, form.sums - form.table);
+    if (!same) return OTHER_FORM;
+    const int64_t sealed = form.bytes - (int64_t)sizeof(uint64_t);
+    if (xxh3<Copy::NONE>(raw, nullptr, sealed) != read64(raw + sealed)) return BAD;
+    return std::memcmp(raw + form.table - KEY_BYTES, key, KEY_BYTES) ? BAD : GOOD;
+}
+
+// Whether a block of `size` bytes is that of its key, to the last byte. `to`, if any, receives all of it, or, if it is
+// not, perhaps a part.
+Found check_block(const Form& form, const uint8_t* from, uint8_t* to, int64_t size, const uint8_t* key, uint8_t* raw,
+                  bool stream) {
+    const Found found = look_at_header(form, from, size, key, raw);
+    if (found != GOOD) return found;
+    for (int64_t part = 0; part < form.parts; ++part) {
+        const int64_t at = form.offsets[part], bytes = form.sizes[part];
+        const uint64_t sum = to ? xxh3_copy<true>(from + at, to + at, bytes, stream)
+                                : xxh3<Copy::NONE>(from + at, nullptr, bytes);
+        if (sum != read64(raw + form.sums + 8 * part)) return BAD;
+    }
+    if (!to) return GOOD;
+    std::memcpy(to, raw, form.bytes);
+    std::memcpy(to + form.end(), from + form.end(), size - form.end());
+    return GOOD;
+}
+
+// Blocks that become readable one after the other, and are checked by several threads: how many there are, how many of
+// them somebody has taken, and whether no more will come.
+struct Turn {
+    int64_t landed, taken, over;
+};
+
+// The next block to check, or -1.
+int64_t take(Turn* turn) {
+    int64_t next = __atomic_load_n(&turn->taken, __ATOMIC_RELAXED);
+    do {
+        if (next >= __atomic_load_n(&turn->landed, __ATOMIC_ACQUIRE)) return -1;
+    } while (!__atomic_compare_exchange_n(&turn->taken, &next, next + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
+    return next;
+}
+
+constexpr std::chrono::microseconds SHORTEST_WAIT(30), LONGEST_WAIT(1000);
+
 }  // namespace
 }  // namespace kvtide
 
@@ -132,23 +196,40 @@ using namespace kvtide;
 
 extern "C" uint64_t kvtide_xxh3(const uint8_t* from, int64_t bytes) { return xxh3<Copy::NONE>(from, nullptr, bytes); }
 
-// good[i]: whether all parts of block i have their sums [blocks][parts]. `to`, if any, receives the parts on the way,
-// of a bad block perhaps not all. Parts start at offsets from the blocks' starts.
-extern "C" int kvtide_check_blocks(const uint8_t* const* from, uint8_t* const* to, int64_t blocks,
-                                   const int64_t* offsets, const int64_t* sizes, int64_t parts, const uint64_t* sums,
-                                   uint8_t* good) {
-    const bool large = to && streams(blocks * std::accumulate(sizes, sizes + parts, int64_t(0)));
-    for (int64_t block = 0; block < blocks; ++block) {
-        int64_t part = 0;
-        for (; part < parts; ++part) {
-            const uint8_t* at = from[block] + offsets[part];
-            const uint64_t sum = to ? xxh3_copy<true>(at, to[block] + offsets[part], sizes[part], large)
-                                    : xxh3<Copy::NONE>(at, nullptr, sizes[part]);
-            if (sum != sums[block * parts + part]) break;
-        }
-        good[block] = part == parts;
-    }
+// Of each block whether it is that of its key: GOOD, BAD, or OTHER_FORM. `to`, if any, receives the whole buffers
+// (`sizes`), of what is not GOOD perhaps a part.
+extern "C" int kvtide_check_blocks(const uint8_t* const* from, uint8_t* const* to, const int64_t* sizes, int64_t blocks,
+                                   const uint8_t* keys, uint8_t* found, const Form* form) {
+    const bool large = to && streams(blocks * form->end());
+    uint8_t* raw = scratch(form->bytes);
+    if (!raw) return NO_MEMORY;
+    for (int64_t i = 0; i < blocks; ++i)
+        found[i] = check_block(*form, from[i], to ? to[i] : nullptr, sizes[i], keys + KEY_BYTES * i, raw, large);
     if (large) fence();
+    return OK;
+}
+
+// The same of blocks that land meanwhile, in turn with other threads. Returns when all that have landed are taken, and
+// with `wait`, only when no more will.
+extern "C" int kvtide_check_landed(const uint8_t* const* from, const int64_t* sizes, const uint8_t* keys,
+                                   uint8_t* found, const Form* form, Turn* turn, int wait) {
+    uint8_t* raw = scratch(form->bytes);
+    if (!raw) return NO_MEMORY;
+    auto pause = SHORTEST_WAIT;
+    while (true) {
+        const bool over = __atomic_load_n(&turn->over, __ATOMIC_ACQUIRE);
+        for (int64_t i; (i = take(turn)) >= 0; pause = SHORTEST_WAIT)
+            found[i] = check_block(*form, from[i], nullptr, sizes[i], keys + KEY_BYTES * i, raw, false);
+        if (over || !wait) return OK;
+        std::this_thread::sleep_for(pause);
+        pause = std::min(pause * 3 / 2, LONGEST_WAIT);
+    }
+}
+
+// More has landed; `over`: and that is all.
+extern "C" int kvtide_landed(Turn* turn, int64_t landed, int64_t over) {
+    __atomic_store_n(&turn->landed, landed, __ATOMIC_RELEASE);
+    __atomic_store_n(&turn->over, over, __ATOMIC_RELEASE);
     return OK;
 }
 

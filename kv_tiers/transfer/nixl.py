@@ -25,13 +25,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 from typing_extensions import override
 
 from kv_tiers.transfer.staged import StagedEndpoint
 from kv_tiers.transfer.staging import StagingArena
 from kv_tiers.transfer.ticket import PeerId
-from kv_tiers.transfer.wire import Read, Span, Step, Wire
+from kv_tiers.transfer.wire import Read, Span, SpanTable, Step, Wire
 
 # `nixl` is a meta package over one wheel per CUDA version; either wheel alone is enough, with or without
 # CUDA.
@@ -148,6 +149,7 @@ class NixlWire(Wire):
         self.incarnation = secrets.randbits(64)
         self._self = PeerId(name, self.incarnation)
         self._base = memory.data_ptr()
+        self._start = np.array([self._base, 0, 0], np.uint64)
         config = self._api.nixl_agent_config(
             enable_prog_thread=False,
             backends=[],
@@ -179,13 +181,12 @@ class NixlWire(Wire):
 
     @override
     def read(self, peer: PeerId, spans: Sequence[Span]) -> Read:
-        local = [(self._base + span.local, span.nbytes, 0) for span in spans]
-        remote = [(span.remote, span.nbytes, 0) for span in spans]
+        table = SpanTable.of(spans)  # arrays, since NIXL takes lists apart item by item
         try:
             handle = self._agent.initialize_xfer(
                 "READ",
-                self._agent.get_xfer_descs(local, "DRAM"),
-                self._agent.get_xfer_descs(remote, "DRAM"),
+                self._agent.get_xfer_descs(table.local + self._start, "DRAM"),
+                self._agent.get_xfer_descs(table.remote, "DRAM"),
                 _agent_name(peer),
                 b"",
             )

@@ -1,7 +1,7 @@
 """Blocks straight from another node's CPU slab into our own: lending, and borrowing, over a `Wire` on the slab.
 
 The lender pins the blocks and says where they lie (`slab_loan`); the borrower reads them one-sided, verifies its copy
-(`whole_blocks`), and gives the loan back. A lender that dies, freezes or forgets costs the borrower a deadline, never
+(`LandingBlocks`), and gives the loan back. A lender that dies, freezes or forgets costs the borrower a deadline, never
 a wrong byte: what was read is compared with its key and checksums after the read.
 """
 
@@ -11,20 +11,22 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Protocol
 
+from kv_tiers.block_copy import BlockViews
 from kv_tiers.keys import BlockKey
 from kv_tiers.store_ports import Loan, joined
 from kv_tiers.tier import BlockMemory, Fetched
 from kv_tiers.transfer.slab_links import Link, Links
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
-from kv_tiers.transfer.wire import Read, Span, Step, Wire
-from kv_tiers.verify import whole_blocks
+from kv_tiers.transfer.wire import Read, SpanTable, Step, Wire
+from kv_tiers.verify import LandingBlocks
 
-READ_BYTES = 8 << 20
-"""One read: verified while the next is under way, and still in the cache. Smaller ones cost more than they overlap."""
+READ_BYTES = 4 << 20
+"""One read: large enough to be worth its call, small enough to be verified while it is still in a cache."""
 
 BUSY_POLL_S = 0.0003
 IDLE_POLL_S = 0.25
@@ -132,71 +134,68 @@ class SlabExchange:
     ) -> list[Fetched]:
         """One answer per key. All pieces are posted at once: nobody waits for the lender between two of them."""
         step = max(1, READ_BYTES // self.slot_bytes)
-        pieces = [slice(at, at + step) for at in range(0, len(keys), step)]
+        spans = SpanTable.columns(loan.addresses, offsets, self.slot_bytes)
         landing: deque[tuple[slice, Read]] = deque()
-        checks: list[tuple[slice, Future[list[Fetched]]]] = []
-
-        def landed(piece: slice) -> None:
-            # While the next ones are read: both are bound by memory, but neither takes all of it.
-            checks.append((piece, self._checking.submit(self._check, keys[piece], offsets[piece])))
-
-        # All of one loan before the next: two that took turns would be read, and then verified, at the same time.
-        with self._posting:
-            for piece in pieces:
-                if link.doomed or self._clock() >= until:
-                    break
-                spans = [
-                    Span(address, offset, self.slot_bytes)
-                    for address, offset in zip(loan.addresses[piece], offsets[piece], strict=True)
-                ]
-                link.free()
-                landing.append((piece, self._wire.read(link.peer, spans)))
-                if not self._take_landed(link, landing, landed):
-                    break
-        self._finish(link, landing, landed, until)
-        answers = [Fetched.FAILED] * len(keys)
-        for piece, check in checks:
-            answers[piece] = check.result()
-        return answers
-
-    def _check(self, keys: Sequence[BlockKey], offsets: Sequence[int]) -> list[Fetched]:
-        views = [self._memory.view(offset, self.slot_bytes) for offset in offsets]
-        return [Fetched.HIT if whole else Fetched.CORRUPT for whole in whole_blocks(views, keys)]
-
-    def _take_landed(
-        self, link: Link, landing: deque[tuple[slice, Read]], landed: Callable[[slice], None]
-    ) -> bool:
-        """Remove the leading reads that are over, and hand on those that are done. False: one of them failed."""
         good = True
+        with self._checked(keys, offsets, step) as blocks:
+            # All of one loan before the next: two that took turns would be read, and then verified, at the same time.
+            with self._posting:
+                for at in range(0, len(keys), step):
+                    if not good or link.doomed or self._clock() >= until:
+                        break
+                    piece = slice(at, min(at + step, len(keys)))
+                    link.free()
+                    landing.append((piece, self._wire.read(link.peer, spans[piece])))
+                    good = self._take_landed(link, landing, blocks)
+            while good and landing:
+                good = self._wait(link, landing, blocks, until)
+            link.pending += [read for _, read in landing]
+        answers = [Fetched.HIT if whole else Fetched.CORRUPT for whole in blocks.whole()]
+        return answers + [Fetched.FAILED] * (len(keys) - len(answers))
+
+    @contextmanager
+    def _checked(
+        self, keys: Sequence[BlockKey], offsets: Sequence[int], step: int
+    ) -> Iterator[LandingBlocks]:
+        """What lands inside is verified outside; meanwhile too, where there is a processor for the other thread.
+
+        Nobody waits for that thread: it only reads, and what it has not finished is done again.
+        """
+        start = min(offsets)
+        memory = self._memory.view(start, max(offsets) + self.slot_bytes - start)
+        views = BlockViews.within(memory, [offset - start for offset in offsets], self.slot_bytes)
+        blocks = LandingBlocks(views, keys, step)
+        following = self._checking.submit(blocks.follow)
+        try:
+            yield blocks
+        finally:
+            blocks.end()
+            following.cancel()
+
+    def _take_landed(self, link: Link, landing: deque[tuple[slice, Read]], blocks: LandingBlocks) -> bool:
+        """Remove the leading reads that are over, up to one that failed. False: one did."""
         while landing and (step := landing[0][1].state()) is not Step.PENDING:
             piece, read = landing.popleft()
             link.over.append(read)
-            if step is Step.DONE:
-                landed(piece)
-            else:
-                link.doomed, good = True, False
-        return good
+            if step is not Step.DONE:
+                link.doomed = True
+                return False
+            blocks.landed(piece.stop)
+        return True
 
-    def _finish(
-        self,
-        link: Link,
-        landing: deque[tuple[slice, Read]],
-        landed: Callable[[slice], None],
-        until: float,
-    ) -> None:
-        """Wait for the rest, to the deadline; what is not over then is left to the link."""
-        pause = _SHORTEST_PAUSE_S
-        while landing:
-            before = len(landing)
-            good = self._take_landed(link, landing, landed)
-            if good and len(landing) < before:
-                pause = _SHORTEST_PAUSE_S
-                continue
-            if not good or self._clock() >= until:
-                link.pending += [read for _, read in landing]
-                return
+    def _wait(
+        self, link: Link, landing: deque[tuple[slice, Read]], blocks: LandingBlocks, until: float
+    ) -> bool:
+        """Wait for the next reads that are over. False: one failed, or the deadline is over."""
+        pause, before = _SHORTEST_PAUSE_S, len(landing)
+        while self._take_landed(link, landing, blocks):
+            if len(landing) < before:
+                return True
+            if self._clock() >= until:
+                return False
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        return False
 
     def _poll_for_ever(self) -> None:
         while not self._closing:

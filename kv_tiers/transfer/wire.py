@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
 
 from kv_tiers.transfer.ticket import PeerId
 
@@ -28,6 +30,47 @@ class Span(NamedTuple):
     remote: int
     local: int
     nbytes: int
+
+
+class SpanTable(Sequence[Span]):
+    """Many spans as arrays, which a wire takes as they are: `remote` u64 [n, 3] of (address, bytes, 0), and `local`
+    likewise of (offset, bytes, 0).
+    """
+
+    def __init__(self, remote: np.ndarray, local: np.ndarray) -> None:
+        self.remote = remote
+        self.local = local
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> SpanTable:
+        """The same spans; a table as it is."""
+        if isinstance(spans, SpanTable):
+            return spans
+        rows = np.array(spans, np.uint64).reshape(-1, 3)
+        return cls.columns(rows[:, 0], rows[:, 1], rows[:, 2])
+
+    @classmethod
+    def columns(
+        cls, remote: Sequence[int] | np.ndarray, local: Sequence[int] | np.ndarray, nbytes: int | np.ndarray
+    ) -> SpanTable:
+        """Spans by column; `nbytes` may be one size for all."""
+        tables = np.zeros((2, len(remote), 3), np.uint64)
+        tables[0, :, 0], tables[1, :, 0] = remote, local
+        tables[:, :, 1] = nbytes
+        return cls(*tables)
+
+    def __len__(self) -> int:
+        return len(self.remote)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> SpanTable: ...
+    def __getitem__(self, index: int | slice) -> Span | SpanTable:
+        if isinstance(index, slice):
+            return SpanTable(self.remote[index], self.local[index])
+        remote, nbytes, _ = self.remote[index].tolist()
+        return Span(remote, int(self.local[index, 0]), nbytes)
 
 
 class Read(Protocol):
