@@ -30,6 +30,8 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # A local Ray turns token authentication on for good once a token file exists; tests must not depend on that.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+# Threads that wait for a busy core sleep; by default they spin, and hold up what they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not _has_rdma():
     # UCX's InfiniBand module crashes the process at its exit, and pytest would report 139.
     os.environ.setdefault("UCX_MODULES", "^ib")
@@ -38,7 +40,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# One thread: most matrices here are too small to share, and threads that wait for a busy core spin.
+# One thread: most matrices here are too small to share.
 torch.set_num_threads(1)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from engine.decode import decode_step
@@ -43,6 +44,15 @@ def golden_snapkv(budget: int) -> Recipe:
 SNAPKV_512 = golden_snapkv(512)
 SNAPKV_256 = golden_snapkv(256)
 RUN_OF = {FULL: "full", SNAPKV_512: "snapkv512", SNAPKV_256: "snapkv256"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """Modules that import this share their products between two threads: these matrices are large enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache

@@ -281,7 +281,7 @@ async def stand(
         made.decode.health()
     finally:
         await decode.close()
-        await prefill.close()
+        await made.prefill.close()
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == before, "a task was left behind"
 

@@ -362,6 +362,7 @@ async def test_an_empty_prompt_is_refused_even_where_a_begin_token_would_be_adde
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_longer_than_prefill_takes_is_refused_with_both_numbers(stream: bool) -> None:
+    """CASES O-4."""
     error = await refused("completions", prompt=[5] * 62, max_tokens=1, stream=stream)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "prompt"

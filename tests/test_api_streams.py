@@ -55,6 +55,7 @@ async def silent(request: GenerationRequest) -> AsyncGenerator[list[Event], None
 async def test_an_error_before_the_first_event_has_its_http_status(
     raised: Exception, status: int, code: str, stream: bool
 ) -> None:
+    """CASES O-4: nothing begins where prefill refuses."""
     backend = StubBackend(fail(raised))
     response = await chat(application(backend), stream=stream)
     assert response.status_code == status

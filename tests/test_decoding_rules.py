@@ -73,7 +73,7 @@ def survivors_of(recipe: Recipe, trace: Trace, n: int, kept: str, budget: int) -
     return found
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(situations())
 def test_each_step_holds_what_the_simulation_holds(situation: tuple[Recipe, Trace, int, Survivors]):
     recipe, trace, n, survivors = situation

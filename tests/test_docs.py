@@ -163,3 +163,14 @@ def test_tables_replace_what_stood_between_the_marks_and_nothing_else():
     assert put_between_marks(POLICIES_PAGE, "new").count("\nnew\n") == 1
     with pytest.raises(ValueError, match="lacks the lines"):
         put_between_marks("before\nafter\n", "new")
+
+
+def test_every_fault_that_such_systems_had_has_a_test_of_its_own():
+    """Cases 1 to 27, by the name of a test (`test_o7_...`) or by its docstring (an O and the number)."""
+    named: set[str] = set()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                named.update(re.findall(r"^test_o(\d+)_", node.name))
+                named.update(re.findall(r"\bO-(\d+)\b", ast.get_docstring(node) or ""))
+    assert not {str(number) for number in range(1, 28)} - named

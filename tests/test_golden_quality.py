@@ -7,6 +7,7 @@ from pathlib import Path
 import golden_engine as ge
 import numpy as np
 import pytest
+from golden_engine import two_threads  # noqa: F401
 
 from engine.local import Completion
 from engine.prefill import PrefillDone

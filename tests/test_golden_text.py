@@ -16,6 +16,7 @@ import golden_engine as ge
 import numpy as np
 import pytest
 import torch
+from golden_engine import two_threads  # noqa: F401
 
 from engine.local import Completion
 from engine.plan import plan_prompt

@@ -102,7 +102,10 @@ def test_serve_run_gets_checked_options_and_the_environment_of_a_cluster_of_its_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_child_before_us(number: signal.Signals) -> None:
-    ours = subprocess.Popen([sys.executable, "-c", SLEEPER], env=bare_environment(), stdout=subprocess.PIPE)
+    # Heard also where these tests run under nohup or in the background of a shell.
+    heard = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)"
+    command = [sys.executable, "-c", f"{heard}\n{SLEEPER}"]
+    ours = subprocess.Popen(command, env=bare_environment(), stdout=subprocess.PIPE)
     assert ours.stdout is not None
     pid = int(ours.stdout.readline())
     ours.send_signal(number)

@@ -177,6 +177,7 @@ async def test_a_prefill_replica_that_dies_after_staging_is_replaced_and_its_tic
     ids=lambda value: getattr(value, "name", None),
 )
 async def test_a_failed_pull_is_a_counted_recompute_with_the_same_tokens(fault, amount, expires):
+    """CASES O-3."""
     async with stand(decode_faults=[FaultRule(fault, nth={0}, amount=amount)], ticket_ttl_s=0.5) as s:
         done = await s.run(ask(n=2, temperature=1.0, max_tokens=12))
         assert done.tokens == expected(ask(n=2, temperature=1.0, max_tokens=12)).tokens
@@ -220,6 +221,7 @@ async def test_a_lost_acknowledgement_lets_the_ticket_expire():
 
 
 async def test_a_source_that_died_holds_no_landing_room_and_no_pages():
+    """CASES O-1."""
     async with stand(ticket_ttl_s=0.3, attempts=2) as s:
 
         async def kill(request, reply):
@@ -264,6 +266,7 @@ async def test_a_snapshot_that_cannot_be_read_fails_its_request_alone(monkeypatc
 
 
 async def test_what_the_engine_refuses_late_is_an_invalid_request_and_frees_its_landing(monkeypatch):
+    """CASES O-2."""
     async with stand() as s:
         add = s.decode.engine.add
 

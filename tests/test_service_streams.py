@@ -29,6 +29,7 @@ async def test_streams_what_the_engine_alone_generates(recipe, n):
 
 
 async def test_n_choices_share_one_ticket_and_one_copy_twenty_times_over():
+    """CASES O-6."""
     truth = expected(ask(n=4, temperature=1.0, seed=5)).tokens
     assert len({tuple(tokens) for tokens in truth}) == 4
     async with stand(staging=64 << 10) as s:
@@ -155,6 +156,7 @@ async def test_what_can_never_fit_is_refused_before_prefill_works_for_it(request
 
 
 async def test_a_prompt_beyond_the_context_names_both_numbers():
+    """CASES O-4."""
     async with stand() as s:
         with pytest.raises(ContextOverflow, match=r"2100.*2048"):
             await s.prefill.prefill(ask(tokens=2100, max_tokens=1))

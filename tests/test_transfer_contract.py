@@ -122,6 +122,7 @@ def test_another_fingerprint_is_refused_before_a_byte_is_read(pair: Pair) -> Non
 
 
 def test_fifty_refusals_without_a_pull_free_the_source_at_once(pair: Pair) -> None:
+    """CASES O-2."""
     for index in range(50):  # 50 times 8 MB through an arena of 64 MB
         ticket = pair.source.publish(f"refused-{index}", 8 * MB)
         pair.destination.refuse(ticket)
@@ -147,6 +148,7 @@ def test_ends_are_idempotent_and_late_ones_are_ignored(pair: Pair) -> None:
 
 
 def test_one_ticket_serves_all_choices_of_a_request(pair: Pair) -> None:
+    """CASES O-6."""
     for index in range(20):  # n = 4 siblings share one pull and one acknowledgement
         ticket = pair.source.publish(f"n4-{index}", 8 * MB)
         assert pair.source.gauges()["staged"] == 8 * MB
@@ -297,6 +299,7 @@ def test_quarantine_ends_when_the_frozen_peer_is_removed_and_it_can_come_back(pa
 
 
 def test_a_source_that_dies_during_a_pull_is_lost_quickly_and_all_room_returns(pair: Pair) -> None:
+    """CASES O-1."""
     victim = pair.start("victim")
     tickets = [victim.publish(f"mid-{i}", 20 * MB) for i in range(2)]
     looks: list[int] = []

@@ -53,6 +53,7 @@ def faulty(fabric: LocalFabric, *rules: FaultRule, seed: int = 0) -> FaultyEndpo
 def test_a_scripted_fault_strikes_one_pull_and_the_next_is_well(
     fabric: LocalFabric, source: LocalEndpoint, rule: FaultRule, outcome: Outcome, scope: Scope
 ) -> None:
+    """CASES O-3."""
     reader = faulty(fabric, rule)
     ticket = publish(source)
     struck = reader.pull(ticket, fingerprint=b"f", timeout_s=5.0)

@@ -180,6 +180,7 @@ def test_quarantine_of_a_peer_that_stays_frozen_ends_by_itself() -> None:
 
 
 def test_a_restarted_endpoint_of_the_same_name_is_another_peer() -> None:
+    """CASES O-5."""
     fabric = LocalFabric()
     old = LocalEndpoint("source", 8 * MB, fabric=fabric)
     reader = LocalEndpoint("reader", 8 * MB, fabric=fabric)
@@ -202,6 +203,7 @@ def test_messages_that_are_garbage_are_counted_and_ignored() -> None:
 
 
 def test_an_acknowledgement_for_another_life_of_the_source_is_ignored() -> None:
+    """CASES O-5."""
     source = LocalEndpoint("source", MB, fabric=LocalFabric())
     ticket = filled(source, 100, 1)
     other = Message(MessageKind.ACKNOWLEDGE, ticket.incarnation ^ 1, ticket.generation)
