@@ -189,8 +189,8 @@ class SimNode:
             await asyncio.sleep(compute_s)
         for key in chain[run:]:
             self._brought.pop(key, None)
-        writes = self.store.prepare_write(chain, _REPLICA)
-        self.store.complete_write(writes.id, [entry.key for entry in writes.entries])
+        writes = await self.store.prepare_write(chain, _REPLICA)
+        await self.store.complete_write(writes.id, [entry.key for entry in writes.entries])
 
     def stir(self) -> None:
         """Something is asked of the node."""

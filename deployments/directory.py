@@ -67,7 +67,7 @@ class DirectoryActor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._state = DirectoryState(LEASE_S, epoch=time.time_ns())
+        self._state = DirectoryState(LEASE_S, epoch=time.time_ns(), began=clock())
         self._shard = shard
         self._leave = leave
         self._heard = self._clock()

@@ -27,6 +27,7 @@ from deployments.directory import (
 )
 from deployments.node_announcer import Announcer, Listener
 from deployments.node_figures import gauges, tier_figures
+from deployments.node_garbage import OldObjects
 from deployments.node_idle import IdleShare
 from deployments.node_options import NodeOptions
 from deployments.node_tiers import LowerTiers, Make, tier_makers
@@ -37,7 +38,7 @@ from kv_tiers.directory import Outcome
 from kv_tiers.keys import BlockKey
 from kv_tiers.slab import SUFFIX, Slab, remove_stale
 from kv_tiers.store import TieredStore
-from kv_tiers.store_ports import Cleared, DirectoryPort, parted
+from kv_tiers.store_ports import Cleared, DirectoryPort, PinRefused, parted
 from kv_tiers.tier import ReadLease, WriteLease
 from kv_tiers.transfer.slab_peer import SlabExchange
 from policies.tiering import make_admission, make_policy
@@ -131,7 +132,6 @@ class NodeAgent:
             ttl_s=options.ttl_s,
             tenant_share=options.tenant_share,
         )
-        below = (options.nvme_bytes + options.redis_bytes * bool(options.redis_url)) // options.slot_bytes
         self._store = TieredStore(
             books,
             self._slab,
@@ -139,7 +139,7 @@ class NodeAgent:
             node=node,
             directory=self._directory,
             peers=self._peers.of,
-            admission=make_admission(options.admission, slots + below),
+            admission=make_admission(options.admission, slots + options.lower_slots),
             speeds=Speeds(),
             clock=clock,
             at_once=options.admission == "always",
@@ -194,14 +194,18 @@ class NodeAgent:
     ) -> WriteLease | None:
         if not self._serves(incarnation, owner):
             return None
-        return self._store.prepare_write(keys, owner, tenant=tenant)
+        lease = await self._store.prepare_write(keys, owner, tenant=tenant)
+        if owner not in self._owners:  # it died meanwhile: nobody would end this lease
+            await self._store.complete_write(lease.id, ())
+            return None
+        return lease
 
     async def complete_write(
         self, incarnation: int, lease_id: int, written: Sequence[BlockKey]
     ) -> tuple[BlockKey, ...]:
         if incarnation != self._incarnation:
             return ()
-        visible = self._store.complete_write(lease_id, written)
+        visible = await self._store.complete_write(lease_id, written)
         self._changed.set()
         return visible
 
@@ -230,7 +234,7 @@ class NodeAgent:
 
     # What users command, through the gateway. Keys of a call are one chain.
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> dict[str, int]:
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> dict[str, int] | PinRefused:
         return self._store.pin(keys, ttl_s)
 
     async def unpin(self, keys: Sequence[BlockKey]) -> dict[str, int]:
@@ -291,7 +295,9 @@ class NodeAgent:
 
     async def _keep_house(self) -> None:
         """Once per heartbeat: end what has had its time; leave when forgotten."""
+        old = OldObjects()
         while time.monotonic() - self._last_owner <= LINGER_S:
+            old.set_aside()
             self._bury_the_dead()
             self._store.sweep()
             self._peers.lent(self._store.stats().lent)

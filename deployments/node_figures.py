@@ -2,6 +2,7 @@
 
 from collections.abc import Container
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.store import TieredStore
 from kv_tiers.store_ports import CPU, SourceCounters, StoreStats
 from kv_tiers.tier import TierStats
@@ -14,19 +15,26 @@ def tier_figures(
 ) -> dict[str, dict[str, float]]:
     """Tier → figure → value, as `deployments/api/metrics.py: TIER_GAUGES` names them, and `slot_bytes`.
 
-    `failed`: tiers that are wanted and cannot start.
+    `failed`: tiers that are wanted and cannot start. Only running tiers below the slab have speeds.
     """
     stats = store.stats()
+    kept = {tier.name: (tier.at_rest, getattr(tier, "stored_bytes", slot_bytes)) for tier in store.lower}
     figures = {
-        name: _figures(tier, _reads(name, tier, stats, slot_bytes), slot_bytes)
+        name: _figures(
+            tier, _reads(name, tier, stats, slot_bytes), *kept.get(name, (AtRest.EXACT, slot_bytes))
+        )
         for name, tier in stats.tiers.items()
     }
     for tier in store.lower:
-        if getattr(tier, "incarnation", None) == 0:  # a shared store that was not reached yet
-            figures[tier.name]["open"] = 1.0
+        speed = stats.speeds[tier.name]
+        figures[tier.name] |= {
+            "open": float(tier.left_alone),
+            "read_latency_s": speed.latency_s,
+            "read_bytes_per_s": speed.bytes_per_s,
+        }
     for name in ("nvme", "redis"):
         if name in failed:
-            figures[name] = _figures(_NOTHING, SourceCounters(), slot_bytes) | {"open": 1.0}
+            figures[name] = _figures(_NOTHING, SourceCounters(), AtRest.EXACT, slot_bytes) | {"open": 1.0}
     return figures
 
 
@@ -64,7 +72,8 @@ def _reads(name: str, tier: TierStats, stats: StoreStats, slot_bytes: int) -> So
     return stats.sources.get(name, SourceCounters())
 
 
-def _figures(tier: TierStats, reads: SourceCounters, slot_bytes: int) -> dict[str, float]:
+def _figures(tier: TierStats, reads: SourceCounters, at_rest: AtRest, slot_bytes: int) -> dict[str, float]:
+    """`slot_bytes`: as blocks lie in the tier."""
     return {
         "blocks": float(tier.visible),
         "capacity": float(tier.capacity),
@@ -74,8 +83,9 @@ def _figures(tier: TierStats, reads: SourceCounters, slot_bytes: int) -> dict[st
         "evicted": float(tier.blocks_evicted),
         "failures": float(reads.failed + reads.corrupt),
         "refused": float(tier.blocks_refused),
-        "bytes_read": float(reads.nbytes),
+        "bytes_read": float(reads.nbytes if at_rest is AtRest.EXACT else reads.hits * slot_bytes),
         "bytes_written": float(tier.blocks_written * slot_bytes),
         "open": 0.0,
+        "codec": float(at_rest),
         "slot_bytes": float(slot_bytes),
     }

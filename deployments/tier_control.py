@@ -6,7 +6,6 @@ in the result; the others' answers count. While the directory is away the nodes 
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -25,6 +24,7 @@ from deployments.api.backend import (
     Matches,
     NodeCounts,
     NotCleared,
+    Pinned,
     Prefetched,
     Silence,
     TierPlace,
@@ -35,7 +35,7 @@ from deployments.directory import LEASE_S, NAMESPACE
 from engine.errors import InvalidRequest
 from kv_tiers.directory import DirectoryStats, Match
 from kv_tiers.keys import BlockKey
-from kv_tiers.store_ports import Cleared
+from kv_tiers.store_ports import Cleared, PinRefused
 
 _log = logging.getLogger("kvtide.tiers")
 Answer = TypeVar("Answer")
@@ -43,12 +43,13 @@ Answer = TypeVar("Answer")
 _LOOK_S = 0.05
 _AWAY = Silence(DIRECTORY, "it does not answer")
 _EMPTY = Silence(DIRECTORY, "it names no node with tiers")
+_YOUNG = Silence(DIRECTORY, "it has begun anew and may not know every node yet")
 
 
 class TierAgent(Protocol):
     """What a node agent can be told about its tiers. Keys of a call are one chain, first block first."""
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> Mapping[str, int]:
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> Mapping[str, int] | PinRefused:
         """Pin blocks in every tier that has them, for `ttl_s` at most; → tier to blocks pinned by this call."""
         ...
 
@@ -114,10 +115,12 @@ class FanOut:
         shards: int = 1,
         call_s: float = 5.0,
         long_call_s: float = 60.0,
+        settle_s: float = LEASE_S,
     ) -> None:
         """`find_agent` finds an agent by its address; it, like calls, raises `RayError` or ValueError for one that is
         gone. `configured`: the tiers that every node should have. `shards`: of the directory. `call_s` bounds a
-        call, `long_call_s` one that moves or removes blocks.
+        call, `long_call_s` one that moves or removes blocks. `settle_s`: a directory that is so old has heard of every
+        live node.
         """
         self._directory = directory
         self._find_agent = find_agent
@@ -125,15 +128,19 @@ class FanOut:
         self._configured = frozenset(configured)
         self._shards = shards
         self._call_s, self._long_call_s = call_s, long_call_s
+        self._settle_s = settle_s
         self._known: Mapping[str, str] = {}
-        self._epoch = 0
-        self._told_s = -math.inf
 
     async def identity(self) -> BlockIdentity:
         return await self._identity()
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> NodeCounts:
-        return _counts(await self._ask_all(lambda agent: agent.pin(keys, ttl_s), self._call_s))
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> Pinned:
+        asked = await self._ask_all(lambda agent: agent.pin(keys, ttl_s), self._call_s)
+        return Pinned(
+            {node: said for node, said in asked.answers.items() if not isinstance(said, PinRefused)},
+            {node: said.reason for node, said in asked.answers.items() if isinstance(said, PinRefused)},
+            asked.silent,
+        )
 
     async def unpin(self, keys: Sequence[BlockKey]) -> NodeCounts:
         return _counts(await self._ask_all(lambda agent: agent.unpin(keys), self._call_s))
@@ -142,7 +149,9 @@ class FanOut:
         return _counts(await self._ask_all(lambda agent: agent.evict(keys, tiers), self._long_call_s))
 
     async def prefetch(self, keys: Sequence[BlockKey], node: str | None = None) -> Prefetched:
-        addresses, silent = await self._addresses()
+        addresses, silent = await self._addresses(everybody=False)
+        if node is not None and node not in addresses:
+            addresses, silent = await self._addresses(everybody=True)
         if node is not None and node not in addresses:
             valid = ", ".join(sorted(addresses)) or "none, there is no node with tiers"
             raise InvalidRequest(f"node: {node[:128]!a} is no node with tiers; valid: {valid}.", "node")
@@ -179,7 +188,7 @@ class FanOut:
         return Flushed(nodes, tuple(dict.fromkeys((*left, *silent, *await self._remembered(tiers)))))
 
     async def where(self, keys: Sequence[BlockKey]) -> Whereabouts:
-        asked = await self._ask_all(lambda agent: agent.where(keys), self._call_s)
+        asked = await self._ask_all(lambda agent: agent.where(keys), self._call_s, everybody=False)
         places: list[set[TierPlace]] = [set() for _ in keys]
         for node, held in asked.answers.items():
             for tier, flags in held.items():
@@ -199,7 +208,7 @@ class FanOut:
         return Matches(tuple(shown), () if shown else await self._absence(), cut=len(found) > limit)
 
     async def report(self) -> TierReport:
-        asked = await self._ask_all(lambda agent: agent.tier_stats(), self._call_s)
+        asked = await self._ask_all(lambda agent: agent.tier_stats(), self._call_s, everybody=False)
         stats = await self._directory.stats()
         silent, known = asked.silent, None
         if stats.epoch:
@@ -226,25 +235,38 @@ class FanOut:
                 )
             await asyncio.sleep(_LOOK_S)
 
-    async def _addresses(self) -> tuple[Mapping[str, str], tuple[Silence, ...]]:
+    async def _addresses(self, *, everybody: bool) -> tuple[Mapping[str, str], tuple[Silence, ...]]:
         """Nodes and their agents; while the directory is away, those that it knew last.
 
-        One that began anew is told of its nodes one after the other: for a lease's time the old one's count as well,
-        and where there should be tiers and it names nobody, that is said.
+        One that began anew is told of its nodes one after the other. Until all have spoken the old one's count as well.
+        `everybody`: wait for that, for a bounded time; otherwise, and where there should be tiers and it names
+        nobody, it is said.
         """
-        found, stats = await self._directory.addresses(), await self._directory.stats()
-        if not stats.epoch:
-            return self._known, (_AWAY,)
-        now = asyncio.get_running_loop().time()
-        if stats.epoch != self._epoch:
-            self._epoch, self._told_s = stats.epoch, now + LEASE_S
-        self._known = {**self._known, **found} if now < self._told_s else found
-        return self._known, (_EMPTY,) if self._configured and not self._known else ()
+        end = asyncio.get_running_loop().time() + self._settle_s + self._call_s
+        while True:
+            # In this order: the list is of a directory that was so old already.
+            stats = await self._directory.stats()
+            found = await self._directory.addresses()
+            if not stats.epoch:
+                return self._known, (_AWAY,)
+            young_s = self._settle_s - stats.age_s
+            self._known = {**self._known, **found} if young_s > 0 else found
+            if young_s <= 0:
+                return self._known, (_EMPTY,) if self._configured and not self._known else ()
+            left_s = end - asyncio.get_running_loop().time()
+            if not everybody or left_s <= 0:
+                return self._known, (_YOUNG,)
+            await asyncio.sleep(min(young_s, left_s))
 
     async def _ask_all(
-        self, call: Callable[[TierAgent], Awaitable[Answer]], seconds: float
+        self,
+        call: Callable[[TierAgent], Awaitable[Answer]],
+        seconds: float,
+        *,
+        everybody: bool = True,
     ) -> _Asked[Answer]:
-        addresses, silent = await self._addresses()
+        """`everybody`: also nodes that a directory which began anew has not heard of yet."""
+        addresses, silent = await self._addresses(everybody=everybody)
         asked = await self._ask(addresses, call, seconds)
         return _Asked(asked.answers, silent + asked.silent)
 
@@ -304,8 +326,8 @@ class RemoteAgent:
         """The agent of that actor name. Raises ValueError when there is none."""
         return cls(await asyncio.to_thread(ray.get_actor, address, NAMESPACE))
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> Mapping[str, int]:
-        pinned: Mapping[str, int] = await self._actor.pin.remote(keys, ttl_s)
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> Mapping[str, int] | PinRefused:
+        pinned: Mapping[str, int] | PinRefused = await self._actor.pin.remote(keys, ttl_s)
         return pinned
 
     async def unpin(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:

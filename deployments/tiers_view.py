@@ -50,7 +50,7 @@ def _cells(node: str, row: Mapping[str, Any], before: Mapping[str, Any] | None, 
     asked = row.get("hits", 0) + row.get("misses", 0)
     return [
         node[:_NODE_CHARS],
-        row["tier"],
+        row["tier"] if row.get("codec", "exact") == "exact" else f"{row['tier']} {row['codec']}",
         bar(share),
         amounts,
         str(row.get("pinned", _NOTHING)),

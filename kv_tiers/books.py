@@ -7,26 +7,16 @@ Bookkeeping only, for any medium: the CPU slab (replicas copy bytes through thei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from kv_tiers.expiry import LastUses
 from kv_tiers.keys import BlockKey
+from kv_tiers.leases import Lease, Leases
 from kv_tiers.quotas import Quotas
 from kv_tiers.slots import SlotBlock, SlotState, SlotTable
-from kv_tiers.tier import Changes, Entry, Manifest, ReadLease, Reclaimed, TierStats, UnknownLease, WriteLease
+from kv_tiers.tier import Changes, Entry, Manifest, ReadLease, Reclaimed, TierStats, WriteLease
 from policies.tiering import EvictionPolicy, Lru
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    """`chain` is a writer's keys in order, for recency; `blocks` those the lease holds. `copying`: bytes alone."""
-
-    owner: str
-    chain: tuple[BlockKey, ...]
-    blocks: tuple[SlotBlock, ...]
-    writing: bool
-    copying: bool = False
 
 
 @dataclass(slots=True)
@@ -70,8 +60,7 @@ class SlotBooks:
         self._table = SlotTable(slots, self._quotas, LastUses(ttl_s), clock)
         self._pinned = 0
         self._most_pinned = int(pin_share * slots)
-        self._leases: dict[int, _Lease] = {}
-        self._next_lease = 1
+        self._leases = Leases()
         self._counters = _Counters()
 
     @classmethod
@@ -98,8 +87,10 @@ class SlotBooks:
 
     def accessed(self, chain: Sequence[BlockKey]) -> None:
         """A request had this chain: for the policy. `prepare_write` says it itself."""
-        visible = self._table.visible
-        tenants = {visible[key].tenant for key in chain if key in visible}
+        tenants: set[str | None] = set()
+        if self._quotas.bounded:
+            visible = self._table.visible
+            tenants = {visible[key].tenant for key in chain if key in visible}
         self._quotas.accessed(chain, tenants, self._clock())
 
     def prepare_read(self, keys: Sequence[BlockKey], owner: str, *, worth_s: float = 0.0) -> ReadLease:
@@ -111,7 +102,7 @@ class SlotBooks:
         blocks = tuple(self._table.visible[key] for key in keys if key in self._table.visible)
         for block in blocks:
             self._table.hold(block)
-        lease_id = self._open(_Lease(owner, (), blocks, writing=False))
+        lease_id = self._leases.open(Lease(owner, (), blocks, writing=False))
         return ReadLease(lease_id, self._entries(blocks))
 
     def prepare_copy(self, keys: Sequence[BlockKey], owner: str) -> ReadLease:
@@ -122,12 +113,12 @@ class SlotBooks:
         blocks = tuple(self._table.visible[key] for key in keys if key in self._table.visible)
         for block in blocks:
             self._table.hold_bytes(block)
-        lease_id = self._open(_Lease(owner, (), blocks, writing=False, copying=True))
+        lease_id = self._leases.open(Lease(owner, (), blocks, writing=False, copying=True))
         return ReadLease(lease_id, self._entries(blocks))
 
     def complete_read(self, lease_id: int) -> None:
         """Let go."""
-        lease = self._close(lease_id, writing=False)
+        lease = self._leases.close(lease_id, writing=False)
         self._counters.read += 0 if lease.copying else len(lease.blocks)
         self._let_go(lease)
 
@@ -137,17 +128,24 @@ class SlotBooks:
         return self.reserve(keys, owner, tenant=tenant)
 
     def reserve(
-        self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None, bypass: bool = False
+        self,
+        keys: Sequence[BlockKey],
+        owner: str,
+        *,
+        tenant: str | None = None,
+        bypass: bool = False,
+        spare: Collection[BlockKey] = (),
     ) -> WriteLease:
         """`prepare_write` without a request.
 
         New keys get room as long as anything can go that is neither held nor pinned nor one of `keys`. With `bypass`
         they compete with all that can go, one of `keys` or not, and those that the policy ranks lowest get `no_room`.
+        Nothing in `spare` goes: the whole chain, where `keys` are a piece of it.
         """
         chain = tuple(keys)
         take = self._table.compete if bypass else self._table.make_room
         promised = {key for key in chain if key in self._table.writing}
-        begun, evicted, refused = take(chain, tenant)
+        begun, evicted, refused = take(chain, tenant, spare)
         self._counters.evicted += evicted
         self._counters.refused += refused
         present: list[BlockKey] = []
@@ -163,19 +161,15 @@ class SlotBooks:
             else:
                 no_room.append(key)
         blocks = tuple(begun.values())
-        lease_id = self._open(_Lease(owner, chain, blocks, writing=True))
+        lease_id = self._leases.open(Lease(owner, chain, blocks, writing=True))
         return WriteLease(
             lease_id, self._entries(blocks), tuple(present), tuple(being_written), tuple(no_room)
         )
 
     def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
         """Commit `written`, roll back the rest, and make the whole chain most recently used, its head last."""
-        lease = self._lease(lease_id, writing=True)
         commit = set(written)
-        foreign = commit - {block.key for block in lease.blocks}
-        if foreign:
-            raise ValueError(f"lease {lease_id} has no slot for {sorted(foreign)}")
-        self._close(lease_id, writing=True)
+        lease = self._leases.close_writer(lease_id, commit)
         now = self._clock()
         committed: dict[BlockKey, SlotBlock] = {}
         for block in lease.blocks:
@@ -196,12 +190,37 @@ class SlotBooks:
                 self._table.touch(key, now)
         return tuple(committed)
 
+    def join(self, leases: Sequence[WriteLease]) -> WriteLease:
+        """One write lease in place of those of the pieces of a chain. UnknownLease (no change) if one is over."""
+        joined = WriteLease(
+            0,
+            tuple(entry for lease in leases for entry in lease.entries),
+            tuple(key for lease in leases for key in lease.present),
+            tuple(key for lease in leases for key in lease.being_written),
+            tuple(key for lease in leases for key in lease.no_room),
+        )
+        return replace(joined, id=self._leases.join([lease.id for lease in leases]))
+
+    def part(self, lease_id: int, written: Sequence[BlockKey], size: int) -> list[tuple[int, list[BlockKey]]]:
+        """Write leases of at most `size` keys in place of one, tail first, each with its part of `written`.
+
+        To be completed one after the other. Errors as of `complete_write`.
+        """
+        return self._leases.part(lease_id, written, size)
+
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Hide blocks at once, pinned ones too; a held slot is freed with its last lease."""
         dropped = [key for key in dict.fromkeys(keys) if key in self._table.visible]
         self._hide(dropped)
         self._counters.dropped += len(dropped)
         return len(dropped)
+
+    def revoke(self, keys: Iterable[BlockKey]) -> int:
+        """What is being written of these keys will never be visible; how many."""
+        blocks = [self._table.writing[key] for key in dict.fromkeys(keys) if key in self._table.writing]
+        for block in blocks:
+            self._table.condemn(block)
+        return len(blocks)
 
     def evict(self, count: int) -> tuple[BlockKey, ...]:
         """Give up the next victims now; fewer than `count` where no more can go."""
@@ -277,23 +296,21 @@ class SlotBooks:
     def release_owner(self, owner: str) -> Reclaimed:
         """End the leases of a dead owner."""
         read_blocks = written_blocks = 0
-        ids = [lease_id for lease_id, lease in self._leases.items() if lease.owner == owner]
-        for lease_id in ids:
-            lease = self._leases[lease_id]
+        owned = self._leases.owned_by(owner)
+        for lease_id, lease in owned.items():
             if lease.writing:
                 written_blocks += len(lease.blocks)
                 self.complete_write(lease_id, ())
             else:
                 read_blocks += len(lease.blocks)
-                self._close(lease_id, writing=False)
+                self._leases.close(lease_id, writing=False)
                 self._let_go(lease)
-        return Reclaimed(len(ids), read_blocks, written_blocks)
+        return Reclaimed(len(owned), read_blocks, written_blocks)
 
     def clear(self) -> None:
         """Hide everything, with all pins, and condemn what is being written."""
         self._hide(list(self._table.visible))
-        for block in list(self._table.writing.values()):
-            self._table.condemn(block)
+        self.revoke(list(self._table.writing))
 
     def drain_changes(self) -> Changes:
         """The net change since the last message."""
@@ -306,7 +323,8 @@ class SlotBooks:
     def stats(self) -> TierStats:
         """Gauges and counters. `pinned`: held by readers or by `pin`; what expired counts as evicted."""
         free, visible, writing = len(self._table.free), len(self._table.visible), len(self._table.writing)
-        readers = sum(1 for lease in self._leases.values() if not lease.writing)
+        leases = list(self._leases)
+        readers = sum(1 for lease in leases if not lease.writing)
         return TierStats(
             capacity=self.slots,
             free=free,
@@ -315,7 +333,7 @@ class SlotBooks:
             writing=writing,
             condemned=self.slots - free - visible - writing,
             read_leases=readers,
-            write_leases=len(self._leases) - readers,
+            write_leases=len(leases) - readers,
             blocks_read=self._counters.read,
             blocks_written=self._counters.written,
             blocks_evicted=self._counters.evicted,
@@ -326,7 +344,7 @@ class SlotBooks:
 
     def check(self) -> None:
         """Assert that every slot has one owner, every hold a lease, and that all else agrees with that."""
-        leases = self._leases.values()
+        leases = list(self._leases)
         self._table.check(
             [lease.blocks for lease in leases if not lease.copying],
             [lease.blocks for lease in leases if lease.copying],
@@ -334,27 +352,10 @@ class SlotBooks:
         pinned = sum(1 for block in self._table.visible.values() if block.pins)
         assert pinned == self._pinned <= self._most_pinned
 
-    def _open(self, lease: _Lease) -> int:
-        lease_id = self._next_lease
-        self._next_lease += 1
-        self._leases[lease_id] = lease
-        return lease_id
-
-    def _lease(self, lease_id: int, *, writing: bool) -> _Lease:
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.writing != writing:
-            raise UnknownLease(lease_id)
-        return lease
-
-    def _close(self, lease_id: int, *, writing: bool) -> _Lease:
-        lease = self._lease(lease_id, writing=writing)
-        del self._leases[lease_id]
-        return lease
-
     def _entries(self, blocks: Sequence[SlotBlock]) -> tuple[Entry, ...]:
         return tuple(Entry(block.key, block.slot * self.slot_bytes) for block in blocks)
 
-    def _let_go(self, lease: _Lease) -> None:
+    def _let_go(self, lease: Lease) -> None:
         """End a reader's holds, tail first, so that the head of the chain ends up most recent."""
         now = self._clock()
         for block in reversed(lease.blocks):

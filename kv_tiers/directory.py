@@ -43,10 +43,12 @@ class DirectoryStats:
     """Gauges, counters, and `reports`: what each live source last said of itself, each under its own name.
 
     `keys`: blocks that somebody holds; `entries`: pairs of block and place, `tiers`: the same by tier. `unswept`:
-    entries of vanished places whose memory has not been taken back yet.
+    entries of vanished places whose memory has not been taken back yet. `age_s`: how long it has been told things: one
+    that is older than a lease knows every live node.
     """
 
     epoch: int
+    age_s: float
     nodes: int
     nodes_in_gap: int
     keys: int
@@ -129,11 +131,13 @@ class DirectoryState:
     `epoch` names this start of the directory and travels with answers where a caller must notice a restart.
     """
 
-    def __init__(self, lease_s: float, epoch: int) -> None:
+    def __init__(self, lease_s: float, epoch: int, began: float = 0.0) -> None:
+        """`began`: now."""
         if lease_s <= 0:
             raise ValueError(f"a lease lasts longer than {lease_s} s")
         self.lease_s = lease_s
         self.epoch = epoch
+        self._began = began
         self._index = Holders()
         self._nodes: dict[str, _Node] = {}
         self._shared: dict[Place, _Shared] = {}
@@ -328,6 +332,7 @@ class DirectoryState:
         tiers = self._index.tiers()
         return DirectoryStats(
             epoch=self.epoch,
+            age_s=max(0.0, now - self._began),
             nodes=len(self._nodes),
             nodes_in_gap=sum(node.in_gap for node in self._nodes.values()),
             keys=self._index.keys,

@@ -25,6 +25,11 @@ class Quotas:
         self._own: dict[str, Ranking] = {}
         self._charged: dict[str | None, int] = {}
 
+    @property
+    def bounded(self) -> bool:
+        """Whether tenants have rankings of their own now."""
+        return bool(self._own)
+
     def charge(self, tenant: str | None) -> None:
         """One more slot is the tenant's. Before its block enters `rankings`."""
         self._charged[tenant] = self._charged.get(tenant, 0) + 1

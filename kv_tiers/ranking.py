@@ -29,9 +29,10 @@ class Ranking:
 
     def accessed(self, chain: Sequence[BlockKey], now: float) -> None:
         """A request had this chain."""
-        for key in reversed(chain):
-            if self._return(key):
-                self._policy.release(key, now)
+        if self._aside or self._first:
+            for key in reversed(chain):
+                if self._return(key):
+                    self._policy.release(key, now)
         self._policy.accessed(chain, now)
 
     def add(self, key: BlockKey, now: float) -> None:

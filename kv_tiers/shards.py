@@ -95,7 +95,8 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 def join_stats(answers: Sequence[DirectoryStats | None]) -> DirectoryStats:
     """One directory's stats out of those of its shards, None for one that did not answer.
 
-    Every node speaks to every shard, so nodes are not added up, and messages lost are those of the unluckiest shard.
+    Every node speaks to every shard, so nodes are not added up, the oldest shard says how well they are known, and
+    messages lost are those of the unluckiest.
     """
     known = [answer for answer in answers if answer is not None]
     tiers: dict[str, int] = {}
@@ -104,6 +105,7 @@ def join_stats(answers: Sequence[DirectoryStats | None]) -> DirectoryStats:
             tiers[tier] = tiers.get(tier, 0) + entries
     return DirectoryStats(
         epoch=max((stats.epoch for stats in known), default=0),
+        age_s=max((stats.age_s for stats in known), default=0.0),
         nodes=max((stats.nodes for stats in known), default=0),
         nodes_in_gap=max((stats.nodes_in_gap for stats in known), default=0),
         keys=sum(stats.keys for stats in known),

@@ -61,14 +61,17 @@ class SlotTable:
         self._last_uses = last_uses
         self._clock = clock
 
-    def make_room(self, chain: Sequence[BlockKey], tenant: str | None) -> Room:
+    def make_room(
+        self, chain: Sequence[BlockKey], tenant: str | None, spare: Collection[BlockKey] = ()
+    ) -> Room:
         """Begin the new keys of `chain` that can have a slot, head first; the rest of the chain is spared.
 
-        A tenant that would exceed its share loses its own blocks first.
+        `spare`, where it is not empty, is a longer chain that is spared instead. A tenant that would exceed its share
+        loses its own blocks first.
         """
         now = self._clock()
         fresh = self._fresh(chain)
-        spare = set(chain)
+        spare = spare or set(chain)
         evicted = 0
         # Loops, for a block whose bytes are being copied goes without leaving its slot.
         while own := self.quotas.lowest_own(tenant, len(fresh) - self.quotas.room(tenant), now, spare):
@@ -83,10 +86,16 @@ class SlotTable:
             self._enter(key, tenant, now)
         return Room(self._begin(granted, tenant), evicted, len(fresh) - len(granted))
 
-    def compete(self, chain: Sequence[BlockKey], tenant: str | None) -> Room:
-        """As `make_room`, but new keys are ranked among all that may go, and the lowest of all give way."""
+    def compete(
+        self, chain: Sequence[BlockKey], tenant: str | None, spare: Collection[BlockKey] = ()
+    ) -> Room:
+        """As `make_room`, but new keys are ranked among all that may go, and the lowest of all give way.
+
+        Visible keys in `spare` do not.
+        """
         now = self._clock()
         fresh = self._fresh(chain)
+        spare = set(spare).difference(fresh)
         outside, left = set(fresh), dict.fromkeys(fresh)
         for key in reversed(chain):
             if key in outside:
@@ -97,9 +106,9 @@ class SlotTable:
             else:
                 self.touch(key, now)
         evicted = 0
-        while lowest := self.quotas.lowest_own(tenant, -self.quotas.room(tenant), now):
+        while lowest := self.quotas.lowest_own(tenant, -self.quotas.room(tenant), now, spare):
             evicted += self._give_up(lowest, left, tenant)
-        while lowest := self.quotas.all.lowest(len(left) - len(self.free), now):
+        while lowest := self.quotas.all.lowest(len(left) - len(self.free), now, spare):
             evicted += self._give_up(lowest, left, tenant)
         return Room(self._begin(left, tenant), evicted, len(fresh) - len(left))
 

@@ -10,18 +10,21 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.directory import Place
-from kv_tiers.keys import BlockKey
+from kv_tiers.keys import BlockKey, is_exact, kept_as
 from kv_tiers.store_fetch import Fetches
 from kv_tiers.store_lend import Loans, Pinning, Pins
 from kv_tiers.store_plan import Finder
-from kv_tiers.store_ports import CPU, Cleared, DirectoryPort, Journal, Loan, Peer, StoreStats
+from kv_tiers.store_ports import CPU, Cleared, DirectoryPort, Journal, Loan, Peer, PinRefused, StoreStats
 from kv_tiers.store_spill import Spill
+from kv_tiers.store_write import Listener, Writes
 from kv_tiers.tier import BlockMemory, ReadLease, Reclaimed, Tier, WriteLease
 from policies.tiering import Admission
-from policies.tiering.speed import Speeds
+from policies.tiering.speed import Computing, Speeds
 
 
 class TieredStore:
@@ -52,8 +55,12 @@ class TieredStore:
         """
         self._books = books
         self._lower = list(lower)
+        self._codecs: set[AtRest] = set()  # of all tiers that there were
+        self._note_codecs()
         self._admission = admission
         self._clock = clock
+        self._speeds = speeds
+        self._computing = Computing()
         self._tenants = _Tenants(2 * books.slots)
         self._finder = Finder(node, books, memory, self._lower, directory, peers)
         self._fetches = Fetches(books, self._finder, directory, speeds, clock, self._tenants.of)
@@ -67,9 +74,11 @@ class TieredStore:
             at_once=at_once,
             idle_share=idle_share,
             tenant_of=self._tenants.of,
+            pays=self._pays,
         )
+        self._writes = Writes(books, self._listeners, self._spill.visible)
         self._loans = Loans(books, clock)
-        self._pins = Pins(self._pinning, clock)
+        self._pins = Pins(self._pinning, self._runs, self._slots, clock)
         self._asked = self._here = 0
 
     @property
@@ -95,6 +104,7 @@ class TieredStore:
     def set_lower(self, lower: Sequence[Tier]) -> None:
         """Other tiers below from now on (one came back, or is handed to somebody else)."""
         self._lower[:] = lower
+        self._note_codecs()
         if not lower:
             self._spill.give_up()
         self._spill.nudge()
@@ -107,8 +117,10 @@ class TieredStore:
         """Pin the longest leading run, after loading what is worth it. `abroad`: from other nodes as well."""
         run = self._books.longest_run(keys)
         if abroad:  # a request of this node
+            self._computing.heard(len(keys), worth_s)
             self._asked += len(keys)
             self._here += run
+            self._note_lossy(keys)
         if run == len(keys) or worth_s <= 0:
             return self._books.prepare_read(keys, owner)
         async with self._fetches.brought(keys, worth_s, abroad=abroad):
@@ -120,24 +132,20 @@ class TieredStore:
         """Unpin. UnknownLease."""
         self._books.complete_read(lease_id)
 
-    def prepare_write(self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None) -> WriteLease:
+    async def prepare_write(
+        self, keys: Sequence[BlockKey], owner: str, *, tenant: str | None = None
+    ) -> WriteLease:
         """A request had these keys: slots for those that are not here."""
-        self._books.accessed(keys)
-        for tier in self._lower:
-            tier.accessed(keys)
-        self._admission.accessed(keys, self._clock())
-        self._spill.accessed(keys)
         # The only tier is a pure cache: what it ranks lowest need not enter. Above others, what is new must pass.
-        lease = self._books.reserve(keys, owner, tenant=tenant, bypass=not self._lower)
-        self._tenants.remember((entry.key for entry in lease.entries), tenant)
+        lease = await self._writes.prepare(keys, owner, tenant=tenant, bypass=not self._lower)
+        for codec in (AtRest.EXACT, *self._codecs):
+            self._tenants.remember((kept_as(entry.key, codec) for entry in lease.entries), tenant)
         self._spill.nudge()
         return lease
 
-    def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+    async def complete_write(self, lease_id: int, written: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
         """Make blocks visible; → those that became so. UnknownLease; ValueError for a foreign key."""
-        visible = self._books.complete_write(lease_id, written)
-        self._spill.visible(visible)
-        return visible
+        return await self._writes.complete(lease_id, written)
 
     async def drop(self, keys: Sequence[BlockKey]) -> int:
         """Make blocks invisible in every tier; → how many were in the slab."""
@@ -161,8 +169,11 @@ class TieredStore:
 
     # Commands of users.
 
-    def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> dict[str, int]:
-        """Keep leading blocks in every tier that has them; → per tier how many. Counted; bounded by the tiers."""
+    def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> dict[str, int] | PinRefused:
+        """Keep leading blocks in every tier that has them; → per tier how many. Counted, and bounded.
+
+        A tier keeps pins in a share of its slots; all of them together name no more blocks than the tiers have slots.
+        """
         return self._pins.pin(keys, ttl_s)
 
     def unpin(self, keys: Sequence[BlockKey]) -> dict[str, int]:
@@ -183,38 +194,49 @@ class TieredStore:
     async def evict(
         self, keys: Sequence[BlockKey], tiers: Sequence[str] | None = None, *, keep: bool = False
     ) -> dict[str, int]:
-        """Make blocks invisible in these tiers (None: in all); → per tier how many were visible.
+        """Make blocks, and what was made of them, invisible in these tiers (None: in all); → per tier how many were.
 
-        `keep`: what leaves the slab is written down first.
+        Whoever was loading or writing them into one of these tiers does so in vain. `keep`: what leaves the slab is
+        written down first.
         """
         if keep:
             await self._spill.write_down(keys)
         counts, gone = {}, frozenset(keys)
-        if _named(CPU, tiers):
-            counts[CPU] = self._books.drop(keys)
-            self._pins.forget(CPU, gone)
-            await self._spill.forget(gone)
-        for tier in self.lower:
-            if _named(tier.name, tiers) and tier in self._lower:
-                self._pins.forget(tier.name, gone)
-                counts[tier.name] = await tier.drop(keys)
+        slab = _named(CPU, tiers)
+        made = frozenset(kept_as(key, codec) for codec in self._codecs for key in keys)
+        with self._fetches.barred(gone | made) if slab else nullcontext():
+            if slab:
+                counts[CPU] = self._books.drop(keys)
+                self._books.drop([*made])
+                self._books.revoke([*keys, *made])
+                self._pins.forget(CPU, gone)
+            await self._spill.forget(gone if slab else ())
+            for tier in self.lower:
+                if _named(tier.name, tiers) and tier in self._lower:
+                    self._pins.forget(tier.name, gone)
+                    counts[tier.name] = await tier.drop(keys)
         return counts
 
     async def flush(self, tiers: Sequence[str] | None = None) -> dict[str, Cleared]:
-        """Make everything in these tiers (None: in all) invisible; → what went, and what could not."""
+        """Make everything in these tiers (None: in all) invisible; → what went, and what could not.
+
+        Whoever was loading or writing something into one of them does so in vain.
+        """
         cleared = {}
-        if _named(CPU, tiers):
-            cleared[CPU] = Cleared(self._books.stats().visible, 0)
-            self._books.clear()
-            self._pins.forget(CPU)
-            await self._spill.forget()
-        for tier in self.lower:
-            if _named(tier.name, tiers) and tier in self._lower:
-                before = tier.stats().visible
-                self._pins.forget(tier.name)
-                await tier.clear()
-                left = tier.stats().visible
-                cleared[tier.name] = Cleared(max(0, before - left), left)
+        slab = _named(CPU, tiers)
+        with self._fetches.barred() if slab else nullcontext():
+            if slab:
+                cleared[CPU] = Cleared(self._books.stats().visible, 0)
+                self._books.clear()
+                self._pins.forget(CPU)
+                await self._spill.forget()
+            for tier in self.lower:
+                if _named(tier.name, tiers) and tier in self._lower:
+                    before = tier.stats().visible
+                    self._pins.forget(tier.name)
+                    await tier.clear()
+                    left = tier.stats().visible
+                    cleared[tier.name] = Cleared(max(0, before - left), left)
         return cleared
 
     async def write_down(self) -> None:
@@ -226,10 +248,10 @@ class TieredStore:
         await self._fetches.settle()
 
     def holds(self, keys: Sequence[BlockKey]) -> dict[str, list[bool]]:
-        """Per tier, which of these it has, as far as is known here."""
+        """Per tier, which of these it has, in its own way, as far as is known here."""
         flags = {CPU: [self._books.holds(key) for key in keys]}
         for tier in self._lower:
-            flags[tier.name] = [tier.longest_run([key]) == 1 for key in keys]
+            flags[tier.name] = [tier.longest_run([kept_as(key, tier.at_rest)]) == 1 for key in keys]
         return flags
 
     # For whoever runs the store.
@@ -251,6 +273,7 @@ class TieredStore:
         """Gauges and counters."""
         return StoreStats(
             tiers={CPU: self._books.stats(), **{tier.name: tier.stats() for tier in self._lower}},
+            speeds={tier.name: self._speeds.of(tier.name, self._clock()) for tier in self._lower},
             sources=dict(self._fetches.counters),
             spill=self._spill.counters,
             asked=self._asked,
@@ -269,6 +292,43 @@ class TieredStore:
             tier.check()
         self._fetches.check()
         self._spill.check()
+        self._pins.check()
+
+    def _listeners(self) -> list[Listener]:
+        """Who learns from requests, each to be told in a turn of its own."""
+        below = [tier.accessed for tier in self._lower]
+        return [self._books.accessed, *below, self._tell_admission, self._spill.accessed]
+
+    def _tell_admission(self, chain: Sequence[BlockKey]) -> None:
+        self._admission.accessed(chain, self._clock())
+
+    def _note_codecs(self) -> None:
+        self._codecs |= {tier.at_rest for tier in self._lower} - {AtRest.EXACT}
+
+    def _note_lossy(self, chain: Sequence[BlockKey]) -> None:
+        """A request reads lossy blocks, and will not write them: this is what policies learn from it."""
+        if not chain or is_exact(chain[-1]):
+            return
+        self._books.accessed(chain)
+        for tier in self._lower:
+            if tier.at_rest is not AtRest.EXACT:
+                tier.accessed(chain)
+
+    def _pays(self, tier: str) -> bool:
+        """Whether blocks that are read from there come sooner than computed ones."""
+        size, now = self._books.slot_bytes, self._clock()
+        return self._computing.dearer_than(lambda blocks: self._speeds.estimate(tier, blocks * size, now))
+
+    def _runs(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Leading blocks in each tier."""
+        runs = {CPU: self._books.longest_run(keys)}
+        for tier in self._lower:
+            runs[tier.name] = tier.longest_run([kept_as(key, tier.at_rest) for key in keys])
+        return runs
+
+    def _slots(self) -> int:
+        """Of all tiers."""
+        return self._books.slots + sum(tier.stats().capacity for tier in self._lower)
 
     def _pinning(self) -> Mapping[str, Pinning]:
         return {CPU: self._books, **{tier.name: tier for tier in self._lower}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from kv_tiers.books import SlotBooks
@@ -39,6 +39,14 @@ class _Piece:
     """True: every key is in the slab."""
 
 
+@dataclass(eq=False)
+class _Wish:
+    """One request's. `over`: nothing is loaded for it any more, for somebody wants these blocks gone."""
+
+    keys: Sequence[BlockKey]
+    over: bool
+
+
 class Fetches:
     """All loads of one store. Never waits for room: what gets no slot is a miss."""
 
@@ -60,6 +68,8 @@ class Fetches:
         self._tenant_of = tenant_of
         self._under_way: dict[BlockKey, _Piece] = {}
         self._tasks: set[asyncio.Task[object]] = set()
+        self._wishes: set[_Wish] = set()
+        self._bars: list[Collection[BlockKey] | None] = []
         self.counters: dict[str, SourceCounters] = {}
         self.late = 0
 
@@ -74,6 +84,8 @@ class Fetches:
         began = self._clock()
         own = self._books.prepare_read(keys, OWNER)
         held: list[_Piece] = []
+        wish = _Wish(keys, any(_touches(bar, keys) for bar in self._bars))
+        self._wishes.add(wish)
         try:
             first = len(own.entries)
             stretches = await self._find(keys, first, worth_s, abroad)
@@ -84,12 +96,25 @@ class Fetches:
                 lambda source, nbytes: self._speeds.estimate(source, nbytes, self._clock()),
             )
             worth = worth_s * sum(load.count for load in loads) / len(keys)
-            await self._wait(keys, loads, held, began + worth)
+            await self._wait(wish, loads, held, began + worth)
             yield
         finally:
+            self._wishes.discard(wish)
             for piece in held:
                 self._leave(piece)
             self._books.complete_read(own.id)
+
+    @contextmanager
+    def barred(self, keys: Collection[BlockKey] | None = None) -> Iterator[None]:
+        """From now on no load that is under way makes any of these keys (None: of all) visible; inside, none begins."""
+        self._books.revoke([key for key in self._under_way if keys is None or key in keys])
+        for wish in self._wishes:
+            wish.over = wish.over or _touches(keys, wish.keys)
+        self._bars.append(keys)
+        try:
+            yield
+        finally:
+            self._bars.remove(keys)
 
     async def settle(self) -> None:
         """Wait until no load is under way."""
@@ -127,15 +152,15 @@ class Fetches:
             self.late += 1
         return await self._finder.find(keys, first, self._under_way, abroad=False)
 
-    async def _wait(
-        self, keys: Sequence[BlockKey], loads: Iterable[Load], held: list[_Piece], until: float
-    ) -> None:
+    async def _wait(self, wish: _Wish, loads: Iterable[Load], held: list[_Piece], until: float) -> None:
         """Start and await pieces in order, up to the first that does not come whole or in time."""
         open_ = deque[_Piece]()
         limit = None if math.isinf(until) else max(0.0, until - self._clock())
         try:
             async with asyncio.timeout(limit):
-                for part, source in self._parts(keys, loads):
+                for part, source in self._parts(wish.keys, loads):
+                    if wish.over:
+                        return
                     pieces, whole = self._pieces(part, source)
                     held += pieces
                     open_ += pieces
@@ -241,6 +266,10 @@ class Fetches:
         """The event loop alone would forget it."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _touches(bar: Collection[BlockKey] | None, keys: Sequence[BlockKey]) -> bool:
+    return bar is None or any(key in bar for key in keys)
 
 
 async def _landed(piece: _Piece) -> bool:

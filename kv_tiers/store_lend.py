@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kv_tiers.books import SlotBooks
 from kv_tiers.keys import BlockKey
-from kv_tiers.store_ports import Loan
+from kv_tiers.store_ports import Loan, PinRefused
 from kv_tiers.tier import ReadLease
 
 LOAN_S = 15.0
@@ -66,7 +66,7 @@ class Pinning(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pin:
     """A user's pin: per tier the leading keys that were pinned there."""
 
@@ -77,22 +77,51 @@ class _Pin:
 class Pins:
     """Pins of users, counted, over all tiers of a node."""
 
-    def __init__(self, tiers: Callable[[], Mapping[str, Pinning]], clock: Callable[[], float]) -> None:
-        """`tiers`: by name, as there are now."""
+    def __init__(
+        self,
+        tiers: Callable[[], Mapping[str, Pinning]],
+        runs: Callable[[Sequence[BlockKey]], Mapping[str, int]],
+        most: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        """`tiers`: by name, as there are now; `runs`: how many leading keys each has.
+
+        `most`: keys that open pins may name together, one as often as it is pinned.
+        """
         self._tiers = tiers
+        self._runs = runs
+        self._most = most
         self._clock = clock
+        self._named = 0
         self._pins: dict[tuple[BlockKey, ...], list[_Pin]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._pins.values()))
 
-    def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> dict[str, int]:
-        """Pin leading blocks wherever they are, for `ttl_s` at most; → per tier how many."""
-        counts = {name: tier.pin(keys) for name, tier in self._tiers().items()}
+    def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> dict[str, int] | PinRefused:
+        """Pin leading blocks wherever they are, for `ttl_s` at most; → per tier how many.
+
+        Refused where the tiers' bounds leave no tier that would keep all it has of them.
+        """
+        most = self._most()
+        if self._named + len(keys) > most:
+            return PinRefused(
+                f"{len(self)} open pins name {self._named} blocks, and with {len(keys)} more they would exceed {most}: "
+                "unpin some, or give pins a ttl_s"
+            )
+        tiers, runs = self._tiers(), self._runs(keys)
+        counts = {name: tier.pin(keys) for name, tier in tiers.items()}
+        cut = [name for name, count in counts.items() if count < runs[name]]
+        if cut and not any(count for name, count in counts.items() if name not in cut):
+            for name, count in counts.items():
+                tiers[name].unpin(keys[:count])
+            room = ", ".join(f"{name} has room for {counts[name]} of {runs[name]} blocks" for name in cut)
+            return PinRefused(f"pins take at most half of a tier: {room}")
         if any(counts.values()):
             end = None if ttl_s is None else self._clock() + ttl_s
             pinned = {name: tuple(keys[:count]) for name, count in counts.items() if count}
             self._pins.setdefault(tuple(keys), []).append(_Pin(pinned, end))
+            self._named += len(keys)
         return counts
 
     def unpin(self, keys: Sequence[BlockKey]) -> dict[str, int]:
@@ -100,9 +129,8 @@ class Pins:
         counts = dict.fromkeys(self._tiers(), 0)
         pins = self._pins.get(tuple(keys))
         if pins:
-            counts |= self._end(pins.pop(0))
-            if not pins:
-                del self._pins[tuple(keys)]
+            counts |= self._end(pins[0])
+            self._remove(tuple(keys), pins[0])
         return counts
 
     def expire(self) -> int:
@@ -111,20 +139,31 @@ class Pins:
         over = 0
         for chain, pins in list(self._pins.items()):
             for pin in [pin for pin in pins if pin.end is not None and pin.end <= now]:
-                pins.remove(pin)
                 self._end(pin)
+                self._remove(chain, pin)
                 over += 1
-            if not pins:
-                del self._pins[chain]
         return over
 
     def forget(self, tier: str, keys: Collection[BlockKey] | None = None) -> None:
         """These blocks (None: all) left a tier, and their pins with them: ending ours must not end another's."""
-        for pins in self._pins.values():
-            for pin in pins:
+        for chain, pins in list(self._pins.items()):
+            for pin in list(pins):
                 if tier in pin.pinned:
                     left = () if keys is None else tuple(key for key in pin.pinned[tier] if key not in keys)
                     pin.pinned[tier] = left
+                if not any(pin.pinned.values()):
+                    self._remove(chain, pin)
+
+    def check(self) -> None:
+        """What is bounded is counted right."""
+        assert self._named == sum(len(chain) * len(pins) for chain, pins in self._pins.items())
+
+    def _remove(self, chain: tuple[BlockKey, ...], pin: _Pin) -> None:
+        self._named -= len(chain)
+        pins = self._pins[chain]
+        pins.remove(pin)
+        if not pins:
+            del self._pins[chain]
 
     def _end(self, pin: _Pin) -> dict[str, int]:
         tiers = self._tiers()

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from kv_tiers.directory import Located, Place
 from kv_tiers.keys import DIGEST_BYTES, BlockKey
 from kv_tiers.tier import Changes, Fetched, Manifest, TierStats
+from policies.tiering.speed import Speed
 
 CPU = "cpu"
 """The tier's name of the store's own slab."""
@@ -71,13 +72,17 @@ class SourceCounters:
 
 @dataclass(slots=True)
 class SpillCounters:
-    """Totals of the write-down, in blocks; `written` and `refused` count each lower tier's answer."""
+    """Totals of the write-down, in blocks; `written` and `refused` count each lower tier's answer.
+
+    `too_dear`: not written to a tier that is no faster than computing.
+    """
 
     written: int = 0
     nbytes: int = 0
     refused: int = 0
     failed: int = 0
     unworthy: int = 0
+    too_dear: int = 0
     copied_elsewhere: int = 0
     overflowed: int = 0
     seconds: float = 0.0
@@ -85,7 +90,9 @@ class SpillCounters:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """`tiers` and `sources` by name. `asked`, `here`: blocks of prepare_read, and of those in the CPU tier then.
+    """`tiers` and `sources` by name. `speeds`: what is expected of each lower tier, as measured.
+
+    `asked`, `here`: blocks of prepare_read, and of those in the CPU tier then.
 
     `late`: reads that stopped waiting for a load. `unattended`: slots that loads still write to, though nobody waits
     for them. `queued`: blocks that wait for their write-down. `lent`: leases of other nodes. `pinned`: chains pinned by
@@ -93,6 +100,7 @@ class StoreStats:
     """
 
     tiers: dict[str, TierStats]
+    speeds: dict[str, Speed]
     sources: dict[str, SourceCounters]
     spill: SpillCounters
     asked: int
@@ -109,6 +117,12 @@ class Cleared(NamedTuple):
 
     blocks: int
     left: int
+
+
+class PinRefused(NamedTuple):
+    """Nothing was pinned, for it would have been more than pins may take."""
+
+    reason: str
 
 
 class Loan(NamedTuple):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kv_tiers.books import SlotBooks
-from kv_tiers.keys import BlockKey
+from kv_tiers.keys import BlockKey, is_exact, kept_as
 from kv_tiers.store_ports import DirectoryPort, SpillCounters, joined
 from kv_tiers.tier import BlockMemory, Stored, Tier
 from policies.tiering import Admission
@@ -58,10 +58,11 @@ class Spill:
         at_once: bool,
         idle_share: Callable[[], float],
         tenant_of: Callable[[BlockKey], str | None],
+        pays: Callable[[str], bool] = lambda tier: True,
     ) -> None:
         """`lower`, the fastest first, is looked at anew each time. `at_once`: everything is written as soon as it is
-        visible; otherwise what `admission` finds worth it, when it is among the next to be evicted. `idle_share`: the
-        part of the machine that nobody uses now, 0 to 1.
+        visible; otherwise what `admission` finds worth it, when it is among the next to be evicted, and to the tiers of
+        which it `pays` to read. `idle_share`: the part of the machine that nobody uses now, 0 to 1.
         """
         self._books = books
         self._memory = memory
@@ -72,7 +73,10 @@ class Spill:
         self._at_once = at_once
         self._idle_share = idle_share
         self._tenant_of = tenant_of
-        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
+        self._pays = pays
+        self._queue: OrderedDict[BlockKey, bool] = (
+            OrderedDict()
+        )  # → whether it is written whatever reading costs
         self._settled: OrderedDict[BlockKey, float] = OrderedDict()  # not to be looked at again before
         self._low = max(1, min(int(books.slots * _LOW_SHARE), _MOST_LOW))
         self._batch = max(1, BATCH_BYTES // books.slot_bytes)
@@ -114,7 +118,7 @@ class Spill:
     def visible(self, keys: Iterable[BlockKey]) -> None:
         """A request's blocks were written to the slab just now."""
         if self._at_once and self._lower:
-            self._enqueue([key for key in keys if not self._has_all(key)])
+            self._enqueue([key for key in keys if not self._has_all(key)], priced=False)
         self.nudge()
 
     def accessed(self, chain: Iterable[BlockKey]) -> None:
@@ -127,7 +131,8 @@ class Spill:
         """Return when these blocks, whatever admission says, and all that is queued have been written or refused."""
         if not self._lower:
             return
-        self._enqueue([key for key in keys if self._books.holds(key) and not self._has_all(key)])
+        wanted = [key for key in keys if self._books.holds(key) and not self._has_all(key)]
+        self._enqueue(wanted, priced=False)
         self._rushing += 1
         try:
             while self._queue:
@@ -171,7 +176,7 @@ class Spill:
     async def _choose(self) -> float:
         """Queue those of the next to be evicted that would be lost and are worth a write; → seconds of looking."""
         needed = self._low - self._books.stats().free
-        if needed <= 0 or not self._lower:
+        if needed <= 0 or not any(self._pays(tier.name) for tier in self._lower):
             return 0.0
         now = self._clock()
         cold = await self._unsettled(self._books.coldest(needed), now)
@@ -183,17 +188,15 @@ class Spill:
     async def _unsettled(self, keys: Sequence[BlockKey], now: float) -> list[BlockKey]:
         """Those that nothing is known of yet."""
         unsettled: list[BlockKey] = []
-        for at in range(0, len(keys), _LOOKED_AT_ONCE):
-            if at:
-                await asyncio.sleep(0)
-            part = keys[at : at + _LOOKED_AT_ONCE]
+        for part in _parts(keys):
             unsettled += [key for key in part if not self._is_settled(key, now)]
+            await asyncio.sleep(0)
         return unsettled
 
     async def _judge(self, cold: Sequence[BlockKey], now: float) -> None:
         """Queue what nobody else has and is worth a write."""
         copies = await self._directory.copies(joined(cold))
-        sole = []
+        sole: list[BlockKey] = []
         for place, key in enumerate(cold):
             # The directory counts our own slab as well.
             if place < len(copies) and copies[place] > 1:
@@ -201,17 +204,28 @@ class Spill:
                 self._settle(key, now)
             else:
                 sole.append(key)
+        worthy: list[BlockKey] = []
+        for part in _parts(sole):
+            worthy += self._worthy(part, now)
+            await asyncio.sleep(0)
+        # Heads first: a tier below that has room for a part of a chain should have its beginning.
+        for part in _parts(worthy[::-1]):
+            self._enqueue([key for key in part if self._books.holds(key)], priced=True)
+            await asyncio.sleep(0)
+
+    def _worthy(self, keys: Sequence[BlockKey], now: float) -> list[BlockKey]:
         worthy = []
-        for key, worth in zip(sole, self._admission.worth(sole, now), strict=True):
+        for key, worth in zip(keys, self._admission.worth(keys, now), strict=True):
             if worth:
                 worthy.append(key)
             else:
                 self.counters.unworthy += 1
                 self._settle(key, now)
-        # Heads first: a tier below that has room for a part of a chain should have its beginning.
-        self._enqueue([key for key in reversed(worthy) if self._books.holds(key)])
+        return worthy
 
     def _is_settled(self, key: BlockKey, now: float) -> bool:
+        if not is_exact(key):  # it came from below
+            return True
         return key in self._queue or self._settled.get(key, now) > now or self._has_any(key)
 
     def _settle(self, key: BlockKey, now: float) -> None:
@@ -221,15 +235,18 @@ class Spill:
             self._settled.popitem(last=False)
 
     def _has_any(self, key: BlockKey) -> bool:
-        return any(tier.longest_run([key]) for tier in self._lower)
+        return any(_has(tier, key) for tier in self._lower)
 
     def _has_all(self, key: BlockKey) -> bool:
-        return all(tier.longest_run([key]) for tier in self._lower)
+        return all(_has(tier, key) for tier in self._lower)
 
-    def _enqueue(self, keys: Sequence[BlockKey]) -> None:
-        new = [key for key in keys if key not in self._queue]
+    def _enqueue(self, keys: Sequence[BlockKey], *, priced: bool) -> None:
+        """`priced`: only tiers of which it pays to read get these."""
+        new = [key for key in keys if key not in self._queue and is_exact(key)]
         self._books.protect(new)
-        self._queue.update(dict.fromkeys(new))
+        self._queue.update(dict.fromkeys(new, False))
+        if not priced:
+            self._queue.update((key, True) for key in keys if key in self._queue)
         lost = []
         while len(self._queue) > self._books.slots:
             lost.append(self._queue.popitem(last=False)[0])
@@ -239,30 +256,33 @@ class Spill:
     async def _write_batch(self) -> None:
         """Write the first of the queue to every tier that does not have them."""
         async with self._writing:
-            batch: list[BlockKey] = []
+            batch: dict[BlockKey, bool] = {}
             while self._queue and len(batch) < self._batch:
-                batch.append(self._queue.popitem(last=False)[0])
+                batch.update([self._queue.popitem(last=False)])
             began = self._clock()
-            lease = self._books.prepare_copy(batch, OWNER)
+            lease = self._books.prepare_copy([*batch], OWNER)
             try:  # the lease keeps the slots from being refilled
                 self._copying = {entry.key: entry.offset for entry in lease.entries}
                 kept: set[BlockKey] = set()
                 for tier in tuple(self._lower):
-                    kept |= await self._put(tier)
+                    kept |= await self._put(tier, batch)
                 for key in self._copying.keys() - kept:
                     self._settle(key, self._clock())
             finally:
                 self._copying = {}
                 self._books.complete_read(lease.id)
-                self._books.unprotect(batch)
+                self._books.unprotect([*batch])
                 self.counters.seconds += self._clock() - began
 
-    async def _put(self, tier: Tier) -> set[BlockKey]:
+    async def _put(self, tier: Tier, at_any_price: Mapping[BlockKey, bool]) -> set[BlockKey]:
         """Hand what the tier does not have to it, one tenant after the other; → what it has afterwards."""
-        kept = {key for key in self._copying if tier.longest_run([key])}
+        kept = {key for key in self._copying if _has(tier, key)}
+        pays = self._pays(tier.name)
         by_tenant: dict[str | None, list[BlockKey]] = {}
         for key in self._copying:
-            if key not in kept:
+            if not (pays or at_any_price[key]):
+                self.counters.too_dear += key not in kept
+            elif key not in kept:
                 by_tenant.setdefault(self._tenant_of(key), []).append(key)
         for tenant, wanted in by_tenant.items():
             keys = [key for key in wanted if key in self._copying]  # not forgotten meanwhile
@@ -277,3 +297,13 @@ class Spill:
             self.counters.refused += answers.count(Stored.NO_ROOM)
             self.counters.failed += answers.count(Stored.FAILED)
         return kept
+
+
+def _has(tier: Tier, key: BlockKey) -> bool:
+    """Whether it has the block, in its own way."""
+    return tier.longest_run([kept_as(key, tier.at_rest)]) == 1
+
+
+def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+    """What is looked at between two turns of the event loop."""
+    return (keys[at : at + _LOOKED_AT_ONCE] for at in range(0, len(keys), _LOOKED_AT_ONCE))

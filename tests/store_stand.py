@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from benchmarks.tiers_sim_loop import VirtualLoop, run
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.directory import DirectoryState, Located, Place
 from kv_tiers.keys import BlockKey
@@ -59,6 +60,8 @@ class DictTier:
     """
 
     slot_bytes = SLOT
+    at_rest = AtRest.EXACT
+    left_alone = False
 
     def __init__(self, name: str, slots: int = 64, *, shy: bool = False) -> None:
         self.name = name
@@ -229,10 +232,10 @@ class Stand:
 
     async def write(self, keys: Sequence[BlockKey], tenant: str | None = None) -> int:
         """As a replica does; → blocks written."""
-        lease = self.store.prepare_write(keys, "replica", tenant=tenant)
+        lease = await self.store.prepare_write(keys, "replica", tenant=tenant)
         for entry in lease.entries:
             self.memory.view(entry.offset, SLOT)[:] = content(entry.key)
-        return len(self.store.complete_write(lease.id, [entry.key for entry in lease.entries]))
+        return len(await self.store.complete_write(lease.id, [entry.key for entry in lease.entries]))
 
     def verify(self, lease: ReadLease) -> int:
         """How many blocks a lease has; all of them are whole."""

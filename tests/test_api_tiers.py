@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -226,13 +227,43 @@ async def test_a_directory_that_is_away_is_named_and_the_nodes_it_knew_last_are_
 
 async def test_a_directory_that_began_anew_hides_no_node_from_a_flush() -> None:
     stand = nodes()
+    stand.control = stand.made(call_s=30.0, settle_s=0.2)
     await get(app_of(stand), "/v1/kv/stats")
+    agents = stand.directory.agents
     stand.directory.begin_anew()
-    assert set((await command(stand, "flush", {}))["cleared"]) == {"a", "b"}
+    body = (await get(app_of(stand), "/v1/kv/stats")).json()
+    assert len(body["nodes"]) == 2 and "begun anew" in body["unanswered"][0]["reason"]
+    flushing = asyncio.create_task(command(stand, "flush", {}))
+    await asyncio.sleep(0.1)
+    assert "flush" not in stand.agents["a"].calls, "not all may have spoken"
+    stand.directory.agents = agents  # they speak with their next heartbeat
+    assert set((await flushing)["cleared"]) == {"a", "b"}
     assert not any(map(any, (agent.tiers.values() for agent in stand.agents.values())))
-    stand.control = stand.made(call_s=30.0, configured=("cpu",))  # a gateway that began with it
+    stand.directory.begin_anew()
+    stand.control = stand.made(call_s=30.0, configured=("cpu",), settle_s=0.2)  # a gateway that began with it
     said = await command(stand, "flush", {})
     assert (said["complete"], said["not_cleared"][0]["source"]) == (False, "directory")
+    stand.directory.begin_anew()
+    pinning = asyncio.create_task(command(stand, "pin"))
+    await asyncio.sleep(0.1)
+    stand.directory.agents = agents
+    assert (await pinning)["pinned"].keys() == {"a", "b"}
+
+
+async def test_what_pins_have_no_room_for_is_refused_by_its_field() -> None:
+    stand = nodes()
+    stand.agents["b"].full = "pins take at most half of a tier: cpu has room for 1 of 2 blocks"
+    body = await command(stand, "pin")
+    assert body["pinned"].keys() == {"a"}
+    assert body["refused"] == [{"source": "b", "reason": stand.agents["b"].full}]
+    stand.agents["a"].full = stand.agents["b"].full
+    answer = await post(app_of(stand), "/v1/kv/pin", ASK)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
+    assert "room for 1 of 2" in answer.json()["error"]["message"]
+    stand.agents["a"].full = None
+    stand.agents["a"].tiers = {"cpu": set()}
+    answer = await post(app_of(stand), "/v1/kv/pin", ASK)
+    assert answer.status_code == 400, "nothing is pinned anywhere"
 
 
 async def test_a_node_that_is_gone_is_named_once_and_the_others_count() -> None:

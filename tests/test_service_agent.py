@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from agent_stand import KEYS, Cluster, read_blocks, until, write_blocks
 from slab_blocks import SLOT_BYTES
 
@@ -20,6 +21,7 @@ from deployments.config import GIB, AppArgs
 from deployments.directory import end_process_on_failure
 from deployments.node import process_started
 from deployments.node_options import NodeOptions
+from kv_tiers.block import BlockLayout
 from kv_tiers.directory import Place
 
 CPU = Place("node-a", "cpu")
@@ -253,8 +255,11 @@ async def test_going_back_to_the_options_of_a_lingering_agent_gives_it_the_node_
     assert await read_blocks(tier) == 2, "leases of before are good as well"
 
 
+BLOCKS = BlockLayout(layers=((4, 64),) * 6, dtype=torch.bfloat16)  # of 98,560 bytes
+
+
 def node_options(**given) -> NodeOptions:
-    options = NodeOptions.of("app", AppArgs(**given), 100_001)
+    options = NodeOptions.of("app", AppArgs(**given), BLOCKS)
     assert options is not None
     return options
 
@@ -267,4 +272,4 @@ def test_options_that_change_a_tier_name_another_agent_and_show_no_password():
     others = [secret, node_options(cpu_tier_gib=2), node_options(nvme_tier_gib=1), node_options(tier_ttl_s=5)]
     assert len({plain.actor_name("n"), *(other.actor_name("n") for other in others)}) == 5
     assert "hunter2" not in repr(secret) + secret.actor_name("n")
-    assert NodeOptions.of("app", AppArgs(cpu_tier_gib=0), 100_001) is None
+    assert NodeOptions.of("app", AppArgs(cpu_tier_gib=0), BLOCKS) is None

@@ -16,11 +16,13 @@ from deployments import directory as directory_module
 from deployments import node as node_module
 from deployments import node_tiers
 from deployments.api.metrics import GAUGES, TIER_GAUGES
+from deployments.node_figures import gauges
 from deployments.node_idle import IdleShare
 from kv_tiers.books import SlotBooks
 from kv_tiers.directory import Outcome, Place
 from kv_tiers.memory import MemoryTier
 from kv_tiers.store_ports import Cleared
+from policies.tiering.speed import PRIORS
 
 CPU, NVME, REDIS = Place("node-a", "cpu"), Place("node-a", "nvme"), Place("", "redis")
 NVME_BYTES = 40 * SLOT_BYTES
@@ -73,7 +75,13 @@ async def test_blocks_on_nvme_survive_the_agent(cluster):
     await cluster.announced(CPU, NVME, run=8)
     figures = await agent.target.tier_stats()
     assert figures["nvme"]["hits"] == 8 and figures["cpu"]["blocks"] == 8
-    assert all(set(figure) == {*TIER_GAUGES, "slot_bytes"} for figure in figures.values())
+    assert set(figures["nvme"]) == {*TIER_GAUGES, "slot_bytes"}
+    assert set(figures["cpu"]) == set(figures["nvme"]) - {"read_latency_s", "read_bytes_per_s"}
+    speed = agent.target._store.stats().speeds["nvme"]
+    assert figures["nvme"]["read_bytes_per_s"] == pytest.approx(speed.bytes_per_s, rel=0.05)
+    assert abs(figures["nvme"]["read_bytes_per_s"] / PRIORS["nvme"].bytes_per_s - 1) > 0.001, "as measured"
+    told = gauges(agent.target._store)
+    assert told["nvme_tier_read_bytes_per_s"] > 0 and set(told) <= set(GAUGES)
 
 
 async def test_what_no_longer_fits_the_slab_comes_back_from_nvme(cluster):
@@ -140,7 +148,8 @@ async def test_a_tier_that_cannot_start_is_left_out_and_tried_again(cluster, cap
     await asyncio.sleep(0.3)
     assert caplog.text.count("cannot start") == 1
     figures = (await agent.target.tier_stats())["nvme"]
-    assert figures["open"] == 1 and set(figures) == {*TIER_GAUGES, "slot_bytes"}
+    speeds = {"read_latency_s", "read_bytes_per_s"}
+    assert figures["open"] == 1 and set(figures) == {*TIER_GAUGES, "slot_bytes"} - speeds
     blocked.unlink()
     await nvme_of(agent)
     assert await write_blocks(tier, KEYS[4:]) == 4
@@ -206,6 +215,37 @@ async def test_what_one_node_wrote_to_redis_another_reads_until_redis_starts_emp
         await until(lambda: cluster.run_at(REDIS) == 0)
         assert await read_blocks(tier, owner="b") == 6, "its own slab has them still"
         assert (await ours.target.where(KEYS))["redis"] == [False] * 8
+    finally:
+        server.stop()
+        shutil.rmtree(server.folder)
+
+
+async def test_a_redis_that_is_gone_is_shown_as_left_alone_until_it_is_back(cluster):
+    server = RedisServer(Path(tempfile.mkdtemp(prefix="kvtide-redis-")))
+    try:
+        agent = await cluster.start(redis_url=server.url, redis_bytes=40 * SLOT_BYTES, admission="always")
+        await until(lambda: bool(agent.target._store.lower) and agent.target._store.lower[0].incarnation > 0)
+        tier = await cluster.replica()
+        await write_blocks(tier, KEYS)
+        await agent.target.write_down()
+
+        async def shown() -> float:
+            return (await agent.target.tier_stats())["redis"]["open"]
+
+        assert await shown() == 0 == gauges(agent.target._store)["redis_tier_open"]
+        await agent.target.evict(KEYS, ["cpu"])
+        server.stop()
+        for _ in range(3):
+            await agent.target.prefetch(KEYS)
+        assert await shown() == 1 == gauges(agent.target._store)["redis_tier_open"]
+        server.start()
+        async with asyncio.timeout(30):
+            while await shown():  # the next write that is let through closes the breaker
+                await agent.target.evict(KEYS, ["cpu"])
+                await write_blocks(tier, KEYS)
+                await agent.target.write_down()
+                await asyncio.sleep(0.1)
+        assert (await agent.target.where(KEYS))["redis"] == [True] * 8
     finally:
         server.stop()
         shutil.rmtree(server.folder)

@@ -201,9 +201,9 @@ def test_a_block_that_a_replica_is_writing_is_not_waited_for():
         nvme = DictTier("nvme")
         nvme.fill(CHAIN)
         stand = Stand(16, nvme)
-        lease = stand.store.prepare_write(CHAIN[2:3], "writer")
+        lease = await stand.store.prepare_write(CHAIN[2:3], "writer")
         assert await stand.read(CHAIN, worth_s=10) == 2
-        stand.store.complete_write(lease.id, ())
+        await stand.store.complete_write(lease.id, ())
         assert await stand.read(CHAIN, worth_s=10) == 8
         await stand.close()
 

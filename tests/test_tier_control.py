@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from tier_stands import FINGERPRINT, KEYS, SLOT_BYTES, block
 
 from deployments.api.backend import BlockIdentity, Flushed, TierPlace
-from deployments.directory import DirectoryActor, DirectoryClient
+from deployments.directory import LEASE_S, DirectoryActor, DirectoryClient
 from deployments.node import NodeAgent
 from deployments.node_options import NodeOptions
 from deployments.tier_control import FanOut, RemoteAgent
@@ -34,6 +34,16 @@ class Actor:
         return Method
 
 
+class Redirected:
+    """A handle of whichever actor was made last."""
+
+    def __init__(self, actors: list[Any]) -> None:
+        self._actors = actors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Actor(self._actors[-1]), name)
+
+
 async def started(kind: type, *args: Any, **options: Any) -> Any:
     """An actor's object; Ray awaits its __init__ as well."""
     made = kind.__new__(kind)
@@ -50,9 +60,19 @@ async def until(what: Callable[[], Any]) -> None:
 class Cluster:
     """Nodes a and b, each with room for eight blocks in its slab and an NVMe file."""
 
-    def __init__(self, agents: dict[str, NodeAgent], control: FanOut) -> None:
+    def __init__(
+        self,
+        agents: dict[str, NodeAgent],
+        control: FanOut,
+        restart: Callable[[], Awaitable[FanOut]],
+    ) -> None:
         self.agents = agents
         self.control = control
+        self._restart = restart
+
+    async def begin_anew(self) -> None:
+        """Directory and gateway start again and know nothing."""
+        self.control = await self._restart()
 
     async def write(self, node: str) -> None:
         """As a replica that has computed the chain."""
@@ -73,8 +93,12 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[Cluster]:
-    actor = await started(DirectoryActor, 0, lambda: None)
-    directory = DirectoryClient("app", 1, lambda application, shard: Actor(actor))
+    actors = [await started(DirectoryActor, 0, lambda: None)]
+
+    def client() -> DirectoryClient:
+        return DirectoryClient("app", 1, lambda application, shard: Redirected(actors))
+
+    directory = client()
     options, agents = {}, {}
     for node in ("a", "b"):
         options[node] = NodeOptions(
@@ -91,7 +115,15 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
     async def identity() -> BlockIdentity:
         return BlockIdentity(FINGERPRINT, 4, SLOT_BYTES)
 
-    control = FanOut(directory, find, identity, configured=["cpu", "nvme"], call_s=30.0)
+    def gateway(settle_s: float) -> FanOut:
+        tiers = ["cpu", "nvme"]
+        return FanOut(client(), find, identity, configured=tiers, call_s=30.0, settle_s=settle_s)
+
+    async def restart() -> FanOut:
+        actors.append(await started(DirectoryActor, 0, lambda: None))
+        return gateway(LEASE_S)
+
+    control = gateway(0.2)
 
     async def runs() -> bool:
         figures = (await control.report()).nodes
@@ -99,9 +131,10 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
 
     try:
         await until(runs)
-        yield Cluster(agents, control)
+        yield Cluster(agents, control, restart)
     finally:
-        actor._leaving.cancel()
+        for actor in actors:
+            actor._leaving.cancel()
         for agent in agents.values():
             await agent.close()
 
@@ -116,6 +149,20 @@ async def test_blocks_go_down_and_come_up_and_are_where_it_is_said(tmp_path: Pat
         fetched = await nodes.control.prefetch(CHAIN)
         assert (fetched.node, fetched.blocks) == ("a", 6)
         assert await nodes.counts("cpu") == {"a": 6, "b": 0}
+
+
+async def test_commands_reach_every_node_though_the_directory_and_the_gateway_have_just_begun(
+    tmp_path: Path,
+) -> None:
+    """Nodes tell a new directory of themselves with their next heartbeats, one after the other."""
+    async with cluster(tmp_path) as nodes:
+        await nodes.write("a")
+        await nodes.write("b")
+        await nodes.begin_anew()
+        young = await nodes.control.report()
+        assert not young.nodes and "begun anew" in young.silent[0].reason
+        evicted = await nodes.control.evict(CHAIN, ["cpu"])
+        assert evicted.nodes == {node: {"cpu": 6} for node in ("a", "b")} and not evicted.silent
 
 
 async def test_pins_are_counted_in_every_tier(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from lossy_stands import LOSSY_STANDS
 from tier_stands import KEYS, STANDS, Clock, at_rest, begun, buffers, get, put, stand_fixture, visible
 
 from kv_tiers.tier import Fetched, Stored
@@ -14,9 +15,9 @@ A, B, C, D, E, F = KEYS[:6]
 HIT, MISS = Fetched.HIT, Fetched.MISS
 STORED, NO_ROOM = Stored.STORED, Stored.NO_ROOM
 
-open_stand = stand_fixture(STANDS)
-open_warm_stand = stand_fixture([stand for stand in STANDS if stand.warm])
-open_breakable_stand = stand_fixture([stand for stand in STANDS if stand.breakable])
+open_stand = stand_fixture([*STANDS, *LOSSY_STANDS])
+open_warm_stand = stand_fixture([stand for stand in (*STANDS, *LOSSY_STANDS) if stand.warm])
+open_breakable_stand = stand_fixture([stand for stand in (*STANDS, *LOSSY_STANDS) if stand.breakable])
 
 
 # Pins, quotas, time to live
@@ -32,7 +33,7 @@ async def test_o10_pins_survive_pressure_and_end(open_stand):
     assert tier.stats().pinned == 2
     assert (tier.unpin([A, B, C]), tier.unpin([A, B])) == (2, 0)
     assert tier.stats().pinned == 0
-    await put(tier, KEYS[60:66])
+    await put(tier, KEYS[70:76])
     assert tier.longest_run([A]) == 0
 
 

@@ -12,7 +12,7 @@ from engine.errors import KvtideError
 from kv_tiers.directory import DirectoryState, DirectoryStats, Match, Place
 from kv_tiers.keys import BlockKey, Fingerprint
 from kv_tiers.shards import join_stats
-from kv_tiers.store_ports import Cleared, joined
+from kv_tiers.store_ports import Cleared, PinRefused, joined
 
 IDENTITY = BlockIdentity(Fingerprint(bytes(range(32))), 4, 1000)
 
@@ -20,7 +20,8 @@ IDENTITY = BlockIdentity(Fingerprint(bytes(range(32))), 4, 1000)
 class StubAgent:
     """`TierAgent` whose tiers are sets of keys of any size, and remembers pins.
 
-    `trouble` is what every call raises; `hangs`: none answers. `stuck`: tiers that do not let go of anything.
+    `trouble` is what every call raises; `hangs`: none answers. `stuck`: tiers that do not let go of anything. `full`:
+    why nothing can be pinned.
     """
 
     def __init__(self, **tiers: Sequence[BlockKey]) -> None:
@@ -29,10 +30,13 @@ class StubAgent:
         self.trouble: Exception | None = None
         self.hangs = False
         self.stuck: set[str] = set()
+        self.full: str | None = None
         self.calls: list[str] = []
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> dict[str, int]:
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> dict[str, int] | PinRefused:
         await self._heard("pin")
+        if self.full is not None:
+            return PinRefused(self.full)
         self.pins.append((tuple(keys), ttl_s))
         return self._count(keys, self.tiers)
 
@@ -109,18 +113,20 @@ class StubDirectory:
     def __init__(self, agents: Mapping[str, StubAgent]) -> None:
         self.agents = agents
         self.away = False
-        self._state = DirectoryState(5.0, epoch=9)
+        self._state = DirectoryState(5.0, epoch=9, began=-1e3)
         self._seq = 0
 
     def begin_anew(self) -> None:
         """Another life of it, which no node has told anything."""
-        self.agents, self._state = {}, DirectoryState(5.0, epoch=10)
+        now = asyncio.get_running_loop().time()
+        self.agents, self._state = {}, DirectoryState(5.0, epoch=10, began=now)
 
     async def addresses(self) -> dict[str, str]:
         return {} if self.away else self._told().addresses()
 
     async def stats(self) -> DirectoryStats:
-        return join_stats([None if self.away else self._told().stats(0.0)])
+        now = asyncio.get_running_loop().time()
+        return join_stats([None if self.away else self._told().stats(now)])
 
     async def find(self, prefix: str, limit: int) -> list[Match]:
         return [] if self.away else self._told().find(prefix, limit)
@@ -150,13 +156,14 @@ class StubNodes:
         self.gone: set[str] = set()
         self.control = self.made(call_s=30.0)
 
-    def made(self, *, call_s: float, configured: Sequence[str] = ()) -> FanOut:
+    def made(self, *, call_s: float, configured: Sequence[str] = (), settle_s: float = 5.0) -> FanOut:
         """Commands over these nodes, with so much patience."""
         return FanOut(
             self.directory,
             self._find,
             self._identity,
             configured=configured,
+            settle_s=settle_s,
             shards=2,
             call_s=call_s,
             long_call_s=call_s,

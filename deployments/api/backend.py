@@ -83,6 +83,15 @@ class NodeCounts:
 
 
 @dataclass(frozen=True)
+class Pinned:
+    """Node to tier to blocks pinned; and nodes where pins had no room for any, with the reason."""
+
+    nodes: Mapping[str, Mapping[str, int]]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    silent: tuple[Silence, ...] = ()
+
+
+@dataclass(frozen=True)
 class Whereabouts:
     """`places[i]`: where block `keys[i]` is, as far as nodes answered."""
 
@@ -153,8 +162,8 @@ class TierControl(Protocol):
         """Of the model that is served now. Raises `ModelUnavailable` or `Overloaded` while nobody can tell."""
         ...
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> NodeCounts:
-        """Keep these blocks wherever they are, for `ttl_s` or until `unpin`. Pins are counted."""
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None = None) -> Pinned:
+        """Keep these blocks wherever they are, for `ttl_s` or until `unpin`. Pins are counted, and bounded per node."""
         ...
 
     async def unpin(self, keys: Sequence[BlockKey]) -> NodeCounts:

@@ -26,6 +26,7 @@ from deployments.api.errors import Outcome
 from deployments.api.plan import Plan
 from engine.report import SelectionReport
 from engine.request import Event, PromptEvent, TokenEvent
+from kv_tiers.at_rest import AtRest
 
 _log = logging.getLogger("kvtide.api.access")
 
@@ -41,6 +42,9 @@ TIER_GAUGES = {
     "bytes_read": "Bytes read.",
     "bytes_written": "Bytes written.",
     "open": "1 while the tier is left alone because it failed.",
+    "read_latency_s": "Seconds that a load is expected to take beside its bytes, as measured of late.",
+    "read_bytes_per_s": "Bytes per second that a load is expected to come at, as measured of late.",
+    "codec": f"How blocks lie there: {', '.join(f'{codec.value} {codec.label}' for codec in AtRest)}.",
 }
 """Figures that a node agent tells of each of its tiers, with their help; as gauges `<tier>_tier_<figure>`."""
 
@@ -250,6 +254,7 @@ class RequestMeter:
             "outcome": outcome.value,
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
+            "lossy_tokens": usage.lossy_tokens,
             "kept_tokens": usage.kept_tokens,
             "completion_tokens": usage.completion_tokens,
             "shipped_bytes": usage.shipped_bytes,

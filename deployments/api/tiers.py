@@ -29,6 +29,7 @@ from deployments.api.prompts import chat_prompt, check_token_ids, completion_pro
 from deployments.api.schemas import ChatRequest, Fields
 from deployments.api.tier_schemas import EvictRequest, FlushRequest, PinRequest, PrefetchRequest, PromptBlocks
 from engine.errors import ContextOverflow, InvalidRequest
+from kv_tiers.at_rest import AtRest
 from kv_tiers.keys import BlockKey, block_keys
 
 Json = dict[str, object]
@@ -83,8 +84,15 @@ class _Commands:
     async def pin(self, request: Request) -> Json:
         asked = await self._read(request, PinRequest)
         prompt = await self._prompt(asked)
-        counts = await self._tiers.pin(prompt.keys, asked.ttl_s)
-        return {"pinned": counts.nodes, **await self._places(prompt, counts.silent)}
+        done = await self._tiers.pin(prompt.keys, asked.ttl_s)
+        if done.refused and not any(any(counts.values()) for counts in done.nodes.values()):
+            field = next(way for way in _WAYS if getattr(asked, way) is not None)
+            reasons = "; ".join(sorted(set(done.refused.values())))
+            raise InvalidRequest(
+                f"{field}: its {len(prompt.keys)} blocks are not pinned anywhere. {reasons}.", field
+            )
+        refused = [{"source": node, "reason": reason} for node, reason in sorted(done.refused.items())]
+        return {"pinned": done.nodes, "refused": refused, **await self._places(prompt, done.silent)}
 
     async def unpin(self, request: Request) -> Json:
         prompt = await self._prompt(await self._read(request, PromptBlocks))
@@ -235,6 +243,8 @@ def _report_body(report: TierReport) -> Json:
 
 
 def _tier_body(tier: str, figures: Mapping[str, float]) -> Json:
-    """Figures as the node names them, whole numbers as such."""
-    body = {name: int(value) if value == int(value) else value for name, value in figures.items()}
+    """Figures as the node names them, whole numbers as such, and the codec by its name."""
+    body: Json = {name: int(value) if value == int(value) else value for name, value in figures.items()}
+    if "codec" in figures:
+        body["codec"] = AtRest(int(figures["codec"])).label
     return {"tier": tier, **body}

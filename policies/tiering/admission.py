@@ -12,14 +12,17 @@ from policies.tiering.visits import Visits
 
 Asked = TypeVar("Asked", bound=Hashable, contravariant=True)
 
-_WASTE_KEPT = 0.4
+_WASTE_KEPT = 0.46
 """Of the writes that are never read, `Learned` lets through this share: what promises least is refused until then."""
+
+_LEAST_FILLED = 0.01
+"""Share of the capacity that has to be known before its filling is extrapolated."""
 
 _PER_OCTAVE = 64
 _LOWEST = 2.0**-16
 _LEVELS = 16 * _PER_OCTAVE + 1
-_HALF_LIFE = 0.125
-"""The half-life of what was seen at the door, as a multiple of the capacity."""
+_HALF_LIFE, _HALF_LIFE_SEEN = 2.0, 0.25
+"""The half-life of what was seen at the door: that multiple of the capacity, or of all that was seen so far."""
 
 
 class Admission(Protocol[Asked]):
@@ -87,6 +90,7 @@ class Learned(Generic[Key]):
         self._useless = [0.0] * _LEVELS
         """Expected useless writes by level of chance, of all that was asked for so far; older ones count less."""
         self._unit = 1.0  # what one write counts in it now
+        self._seen = 0
 
     def accessed(self, chain: Sequence[Key], now: float) -> None:
         self._visits.visit(list(dict.fromkeys(chain)), now)
@@ -95,7 +99,8 @@ class Learned(Generic[Key]):
         chances = [self._chance(key) for key in keys]
         for chance in chances:
             self._useless[_level(chance)] += (1.0 - chance) * self._unit
-            self._unit *= 2.0 ** (1.0 / (_HALF_LIFE * self._capacity))
+            self._seen += 1
+            self._unit *= 2.0 ** (1.0 / min(_HALF_LIFE * self._capacity, 1.0 + _HALF_LIFE_SEEN * self._seen))
         if self._unit > 2.0**64:
             self._useless = [useless / self._unit for useless in self._useless]
             self._unit = 1.0
@@ -103,8 +108,18 @@ class Learned(Generic[Key]):
         return [_level(chance) >= lowest for chance in chances]
 
     def _chance(self, key: Key) -> float:
-        chance = self._visits.chance(key, self._visits.memory_s())
+        chance = self._visits.chance(key, self._horizon_s())
         return 0.0 if chance is None else chance
+
+    def _horizon_s(self) -> float:
+        """How long the slower tiers would keep a block, seconds: as long as keys are remembered here.
+
+        While there is room left nobody has been forgotten; then so long as it would take to fill it at this pace.
+        Taking the age of the oldest instead would give younger chances ever longer horizons, so that all of them
+        exceed those that were seen before.
+        """
+        filled = len(self._visits.nodes) / self._capacity
+        return self._visits.memory_s() / min(1.0, max(filled, _LEAST_FILLED))
 
     def _lowest_level(self) -> int:
         """The lowest level whose blocks are written."""

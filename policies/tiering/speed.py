@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Speed(NamedTuple):
     latency_s: float
     bytes_per_s: float
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         """Time of one load."""
         return self.latency_s + nbytes / self.bytes_per_s
 
@@ -44,6 +44,32 @@ PRIORS: Mapping[str, Speed] = MappingProxyType(
 """Believed until measured, by the name's part before a colon: what good hardware does. A source that is believed too
 slow would never be tried, and so never be measured; one believed too fast costs a try, which its worth bounds.
 """
+
+
+class Computing:
+    """What computing KV takes, from what requests say of it: the mean request's blocks and seconds, lately.
+
+    What is read of a block saves its computing and costs its load. A load's latency counts once per request, so prices
+    are those of a whole one.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = self._seconds = 0.0
+
+    def heard(self, blocks: int, seconds: float) -> None:
+        """A request has so many blocks, and computing them would take so long; 0 or no end: it cannot tell."""
+        if blocks < 1 or not 0 < seconds < math.inf:
+            return
+        weight = LEARNING if self._blocks else 1.0
+        self._blocks += weight * (blocks - self._blocks)
+        self._seconds += weight * (seconds - self._seconds)
+
+    def dearer_than(self, load: Callable[[float], float]) -> bool:
+        """Whether computing the mean request takes longer than loading it; `load(blocks)` → seconds.
+
+        True as long as nobody has told.
+        """
+        return not self._blocks or self._seconds > load(self._blocks)
 
 
 @dataclass(slots=True)
@@ -95,7 +121,7 @@ class Speeds:
             prior.bytes_per_s ** (1 - kept) * measured.bytes_per_s**kept,
         )
 
-    def estimate(self, source: str, nbytes: int, now: float) -> float:
+    def estimate(self, source: str, nbytes: float, now: float) -> float:
         """Seconds that a load of `nbytes` would take."""
         return self.of(source, now).seconds(nbytes)
 
