@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from benchmarks.tiers_sim_traces import mooncake
 from policies.tiering import ADMISSIONS, TIER_POLICIES, EvictionPolicy, Lru, make_admission, make_policy
-from policies.tiering.curves import BINS, ENDS, STARTS, Curves, bin_of
 from policies.tiering.reuse import Reuse
 from policies.tiering.shadows import GHOSTS_PER_BLOCK, LruShadow, ReuseShadow
 
@@ -180,45 +179,14 @@ def test_lru_counts_on_recorded_traffic_are_those_of_others(recorded, capacity, 
     assert (cache.hits, cache.evictions) == (hits, evictions)
 
 
-def test_reuse_beats_lru_on_recorded_traffic(recorded):
-    hits = {}
-    for name in TIER_POLICIES:
-        cache = Cache(make_policy(name, 1_000), 1_000)
-        for now, chain in recorded[:2_000]:
-            cache.request(chain, now)
-        hits[name] = cache.hits
-    assert hits["reuse"] > 1.3 * hits["lru"]
-
-
-def test_age_bins_cover_all_ages_without_a_gap():
-    assert STARTS[0] == 0.0 and ENDS[:-1] == STARTS[1:]
-    assert all(bin_of(start) == number for number, start in enumerate(STARTS))
-    assert bin_of(ENDS[-1] * 10) == BINS - 1
-
-
-def test_before_anything_is_known_a_block_is_worth_less_the_older_it_is():
-    curves = Curves()
-    index = curves.index(curves.of(("anything",)))[1:]  # the first bin, up to 0.125 s, is wider than the next
-    assert index == sorted(index, reverse=True)
-
-
-def test_a_curve_learns_when_blocks_come_back():
-    curves = Curves()
-    curve = curves.of(("kind",))
-    late = bin_of(60.0)
-    for number in range(200):
-        curves.tick(float(number))
-        for age_bin in range(late):
-            curve.enter(age_bin, 1.0, 0.0)
-            curve.leave(age_bin, 1.0, ENDS[age_bin] - STARTS[age_bin])
-        curve.enter(late, 1.0, 0.0)
-        curve.leave(late, 1.0, 60.0 - STARTS[late])
-        curve.reused(late, 1.0)
-        curves.saw_run(1.0)
-    assert curves.chance(curve, 0.0, 30.0) < 0.4 < 0.8 < curves.chance(curve, 0.0, 120.0)
-    index = curves.index(curve)
-    peak = index.index(max(index))
-    assert abs(late - peak) <= 2, "just before they come back they are worth most"
+@pytest.mark.parametrize(("capacity", "lru", "least"), [(1_000, 6_644, 0.085), (10_000, 31_903, 0.23)])
+def test_reuse_beats_lru_on_recorded_traffic(recorded, capacity, lru, least):
+    """The shares of the whole trace's blocks that docs/tiers.md promises."""
+    cache = Cache(make_policy("reuse", capacity), capacity)
+    for now, chain in recorded:
+        cache.request(chain, now)
+    assert cache.hits > lru
+    assert cache.hits >= least * sum(len(chain) for _, chain in recorded)
 
 
 @often

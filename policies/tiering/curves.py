@@ -1,27 +1,10 @@
-"""When blocks of a kind are used again: hazards by age, learned online, and what they say a block is worth."""
+"""When blocks that sessions share are used again: hazards by age, each kind's starting from a coarser kind's."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from math import exp
 
-_PER_OCTAVE = 2
-_FIRST_S = 0.125
-_OCTAVES = 20
-
-STARTS: tuple[float, ...] = (
-    0.0,
-    *(_FIRST_S * 2 ** (step / _PER_OCTAVE) for step in range(_OCTAVES * _PER_OCTAVE)),
-)
-"""Where each bin of ages begins, seconds: 0, 0.125, 0.177, … about a day."""
-
-ENDS: tuple[float, ...] = (*STARTS[1:], 2 * STARTS[-1])
-WIDTHS: tuple[float, ...] = tuple(end - start for start, end in zip(STARTS, ENDS, strict=True))
-BINS = len(STARTS)
-
-_PRIOR_REUSE = 0.02
-"""Before anything is known: this chance of reuse in each bin, which ranks blocks as LRU does."""
+from policies.tiering.ages import BINS, PRIOR_REUSE, WIDTHS, Counts, gittins
 
 _TRUST_ROOT, _TRUST_LEVEL, _TRUST_SHAPE = 1.0, 4.0, 1.0
 """How many reuses must be seen to believe a curve as much as what it starts from: the root's bins, the level of a kind
@@ -34,43 +17,34 @@ _LEARN_EVERY = 32
 """Requests between two estimates."""
 
 
-def bin_of(age: float) -> int:
-    """The bin of an age in seconds."""
-    return min(BINS - 1, max(0, bisect_right(STARTS, age) - 1))
+class Curve(Counts):
+    """Counts of one kind, which count for the coarser kinds above it too."""
 
+    __slots__ = ("_curves", "coarser", "learned_at")
 
-class Curve:
-    """Counts of one kind by age bin. Time in a bin is linear in the clock, so blocks that sit there cost nothing."""
-
-    __slots__ = ("coarser", "events", "index", "learned_at", "offset", "rates", "weight")
-
-    def __init__(self, coarser: Curve | None) -> None:
+    def __init__(self, curves: Curves, coarser: Curve | None) -> None:
+        super().__init__()
+        self._curves = curves
         self.coarser = coarser
-        self.events = [0.0] * BINS
-        self.weight = [0.0] * BINS  # of blocks in the bin now
-        self.offset = [0.0] * BINS  # time at risk is offset + weight * now
-        self.rates: list[float] = []
-        self.index: list[float] = []
         self.learned_at = -_LEARN_EVERY
 
     def enter(self, age_bin: int, weight: float, time: float) -> None:
-        """Blocks of `weight` come into a bin."""
-        curve: Curve | None = self
-        while curve is not None:
-            curve.offset[age_bin] -= weight * time
-            curve.weight[age_bin] += weight
-            curve = curve.coarser
-
-    def leave(self, age_bin: int, weight: float, time: float) -> None:
-        """Blocks of `weight` go: older, used again, of another kind or forgotten."""
-        self.enter(age_bin, -weight, time)
+        super().enter(age_bin, weight, time)
+        if self.coarser is not None:
+            self.coarser.enter(age_bin, weight, time)
 
     def reused(self, age_bin: int, weight: float) -> None:
-        """Blocks of `weight` were used again at an age of that bin."""
-        curve: Curve | None = self
-        while curve is not None:
-            curve.events[age_bin] += weight
-            curve = curve.coarser
+        super().reused(age_bin, weight)
+        if self.coarser is not None:
+            self.coarser.reused(age_bin, weight)
+
+    def learn(self) -> None:
+        """Estimate `rates` and `index` if the last estimate is old."""
+        self._curves.learn(self)
+
+    def saw_run(self, weight: float) -> None:
+        """Blocks of `weight` were used again together: one event as far as trust is concerned."""
+        self._curves.saw_run(weight)
 
 
 class Curves:
@@ -94,47 +68,34 @@ class Curves:
             name = tuple(path[:depth])
             found = self._curves.get(name)
             if found is None:
-                found = self._curves[name] = Curve(curve)
+                found = self._curves[name] = Curve(self, curve)
             curve = found
         assert curve is not None
         return curve
 
     def saw_run(self, weight: float) -> None:
-        """Blocks of `weight` were used again together: one event as far as trust is concerned."""
+        """As `Curve.saw_run`."""
         self._runs += 1
         self._run_weight += weight
 
-    def index(self, curve: Curve) -> list[float]:
-        """By age bin: the most reuse per second of residence that blocks of that age can give (Gittins)."""
-        self._learn(curve)
-        return curve.index
+    def fade(self, keep: float) -> None:
+        """As `Counts.fade`, for all."""
+        for curve in self._curves.values():
+            curve.fade(keep, self._now)
 
-    def chance(self, curve: Curve, age: float, horizon: float) -> float:
-        """Chance of reuse between `age` and `horizon`, seconds, for blocks not used until `age`."""
-        self._learn(curve)
-        expected = 0.0
-        for age_bin in range(bin_of(age), BINS):
-            if STARTS[age_bin] >= horizon:
-                break
-            seconds = min(ENDS[age_bin], horizon) - max(STARTS[age_bin], age)
-            expected += curve.rates[age_bin] * max(0.0, seconds)
-        return 1.0 - exp(-expected)
-
-    def _learn(self, curve: Curve) -> None:
+    def learn(self, curve: Curve) -> None:
+        """As `Curve.learn`."""
         if self._requests - curve.learned_at < _LEARN_EVERY and curve.rates:
             return
         curve.learned_at = self._requests
         unit = self._run_weight / self._runs
-        at_risk = [
-            max(0.0, offset + weight * self._now)
-            for offset, weight in zip(curve.offset, curve.weight, strict=True)
-        ]
+        at_risk = curve.at_risk(self._now)
         if curve.coarser is None:
-            start = [_PRIOR_REUSE / width for width in WIDTHS]
+            start = [PRIOR_REUSE / width for width in WIDTHS]
             trust = _TRUST_ROOT * unit
             spread = _SPREAD_ROOT
         else:
-            self._learn(curve.coarser)
+            self.learn(curve.coarser)
             above = curve.coarser.rates
             foreseen = sum(time * rate for time, rate in zip(at_risk, above, strict=True))
             level = (sum(curve.events) + _TRUST_LEVEL * unit) / (foreseen + _TRUST_LEVEL * unit)
@@ -142,7 +103,7 @@ class Curves:
             trust = _TRUST_SHAPE * unit
             spread = _SPREAD
         curve.rates = _corrected(start, curve.events, at_risk, trust, spread)
-        curve.index = _gittins(curve.rates)
+        curve.index = gittins(curve.rates)
 
 
 def _corrected(
@@ -159,24 +120,3 @@ def _corrected(
             expected += share * foreseen[other]
         rates.append(rate * seen / expected)
     return rates
-
-
-def _gittins(rates: Sequence[float]) -> list[float]:
-    """For each bin the best ratio, over all later ends, of chance of reuse to expected seconds until reuse or end.
-
-    From the last bin back: a bin joins those behind it as long as they are worth more than it is alone.
-    """
-    index = [0.0] * BINS
-    joined: list[tuple[float, float, float, float]] = []
-    for age_bin in range(BINS - 1, -1, -1):
-        survives = exp(-rates[age_bin] * WIDTHS[age_bin])
-        reused = 1.0 - survives
-        seconds = reused / rates[age_bin]
-        while joined and joined[-1][0] * seconds >= reused:
-            _, more, longer, survive_too = joined.pop()
-            reused += survives * more
-            seconds += survives * longer
-            survives *= survive_too
-        index[age_bin] = reused / seconds
-        joined.append((index[age_bin], reused, seconds, survives))
-    return index

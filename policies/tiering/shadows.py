@@ -13,6 +13,9 @@ from policies.tiering.visits import Node, Run, Visits
 GHOSTS_PER_BLOCK = 32
 MOST_GHOSTS = 1 << 18
 
+_RANKED_PER_REQUEST = 256
+"""How many runs' worth a request may compute anew, on average: what blocks are worth changes as they age."""
+
 
 class Step(NamedTuple, Generic[Key]):
     """`hits`: how many leading keys were there. `went`: what had to go afterwards, maybe just come."""
@@ -69,7 +72,8 @@ class ReuseShadow(Generic[Key]):
         self._visits: Visits[Key] = Visits(min(GHOSTS_PER_BLOCK * capacity, max(capacity, MOST_GHOSTS)))
         self._present = 0
         self._heap: list[tuple[float, int, Run[Key]]] = []
-        self._given_up = 0  # since priorities were computed
+        self._work = 0  # that may be done before all priorities are computed anew
+        self._relearned = 0
 
     def __contains__(self, key: Key) -> bool:
         node = self._visits.nodes.get(key)
@@ -97,6 +101,7 @@ class ReuseShadow(Generic[Key]):
         for run in changed:
             run.blocked = False
             self._queue(run)
+        self._work += _RANKED_PER_REQUEST
         return Step(hits, self._give_up(self._present - self._capacity))
 
     def order(self) -> Iterator[Key]:
@@ -143,8 +148,9 @@ class ReuseShadow(Generic[Key]):
             heappush(self._heap, (run.priority, run.serial, run))
 
     def _reorder(self) -> None:
-        """Compute all priorities anew; done once per as many evictions as there are runs."""
-        self._given_up = 0
+        """Compute all priorities anew."""
+        self._work = 0
+        self._relearned = self._visits.relearned
         self._heap = []
         for run in self._visits.runs:
             run.blocked = False
@@ -155,7 +161,7 @@ class ReuseShadow(Generic[Key]):
 
     def _give_up(self, count: int) -> list[Key]:
         went: list[Key] = []
-        if count > 0 and self._given_up + count > len(self._heap):
+        if count > 0 and (self._work >= len(self._heap) or self._relearned != self._visits.relearned):
             self._reorder()
         while len(went) < count:
             if not self._heap:
@@ -169,7 +175,6 @@ class ReuseShadow(Generic[Key]):
                 self._give_up_from(run, count, went)
                 if run.present and not run.blocked:
                     heappush(self._heap, (priority, serial, run))
-        self._given_up += max(0, count)
         return went
 
     def _give_up_from(self, run: Run[Key], count: int, went: list[Key]) -> None:

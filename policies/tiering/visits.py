@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from math import log2
 from typing import Generic
 
-from policies.tiering.curves import BINS, ENDS, Curve, Curves, bin_of
+from policies.tiering.ages import BINS, ENDS, bin_of, chance
+from policies.tiering.curves import Curve, Curves
+from policies.tiering.features import Part, kind_of
 from policies.tiering.policy import Key
+from policies.tiering.regression import Regression, SessionCounts
 
+_HALF_LIFE = 1 << 16
+"""Requests after which what was seen counts for half."""
 
-class Part(Enum):
-    """Where in its request a run of blocks lies."""
+_FADE_EVERY = 1 << 10
 
-    PATH = "path"
-    LAST = "last"
-    """The last block: often not full where prompts are cut into blocks, so that nobody asks for it again."""
-    STALE = "stale"
-    """A later turn of the session went another way."""
+_PACE_MEMORY = 3
+"""Turns over which a session's pace is averaged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
     """One request, itself and no equal of another.
 
-    `turn` counts from 1, `gap_s` is since the turn before (None for the first); `length` in blocks, `growth` those of
-    them that no earlier request had.
+    `turn` counts from 1, `pace_s` is the usual time from turn to turn (None for the first); `length` in blocks,
+    `growth` those of them that no earlier request had.
     """
 
     time: float
     turn: int
-    gap_s: float | None
+    pace_s: float | None
     length: int
     growth: int
 
@@ -77,7 +77,7 @@ class Run(Generic[Key]):
         self.share = share
         self.gap_s = gap_s
         self.nodes: list[Node[Key]] = []
-        self.curve: Curve
+        self.curve: Curve | SessionCounts
         self.weight = 1.0
         self.age_bin = 0
         self.present = 0
@@ -90,7 +90,11 @@ class Visits(Generic[Key]):
     """Learns from every request how blocks are used again. At most `ghosts` keys that are not cached are remembered."""
 
     def __init__(self, ghosts: int) -> None:
-        self.curves = Curves()
+        self._shared = Curves()
+        self._sessions = Regression()
+        self._requests = 0
+        self.relearned = 0
+        """How often hazards of all sessions were estimated."""
         self.nodes: dict[Key, Node[Key]] = {}
         self.runs: dict[Run[Key], None] = {}
         self._most_ghosts = ghosts
@@ -103,7 +107,7 @@ class Visits(Generic[Key]):
     def visit(self, chain: Sequence[Key], now: float) -> list[Run[Key]]:
         """A request with these distinct keys; → runs whose kind is new, tails before heads. Time never runs back."""
         self.now = now = max(now, self.now)
-        self.curves.tick(now)
+        self._tick(now)
         self._age(now)
         path, known, head = self._walk(chain)
         before = head.run.visit if head is not None and head.run is not None else None
@@ -141,7 +145,8 @@ class Visits(Generic[Key]):
 
     def worth(self, run: Run[Key]) -> float:
         """Reuse per second of residence that its blocks promise now, between the values of its bin's two ends."""
-        index = self.curves.index(run.curve)
+        run.curve.learn()
+        index = run.curve.index
         age_bin = run.age_bin
         if age_bin + 1 == BINS:
             return index[age_bin]
@@ -162,7 +167,18 @@ class Visits(Generic[Key]):
         node = self.nodes.get(key)
         if node is None or node.run is None:
             return None
-        return self.curves.chance(node.run.curve, self.now - node.run.visit.time, horizon_s)
+        curve = node.run.curve
+        curve.learn()
+        return chance(curve.rates, self.now - node.run.visit.time, horizon_s)
+
+    def _tick(self, now: float) -> None:
+        self._requests += 1
+        self._shared.tick(now)
+        if self._requests % _FADE_EVERY == 0:
+            keep = 0.5 ** (_FADE_EVERY / _HALF_LIFE)
+            self._shared.fade(keep)
+            self._sessions.fade(keep)
+        self.relearned += self._sessions.tick(now)
 
     def _walk(self, chain: Sequence[Key]) -> tuple[list[Node[Key]], list[Node[Key]], Node[Key] | None]:
         """All nodes of the chain, those known before, the last of those that are known without a hole."""
@@ -197,7 +213,7 @@ class Visits(Generic[Key]):
             weight = count * run.weight
             run.curve.leave(run.age_bin, weight, now)
             run.curve.reused(run.age_bin, weight)
-            self.curves.saw_run(weight)
+            run.curve.saw_run(weight)
             run.nodes = [node for node in run.nodes if node.run is run]
         return list(taken)
 
@@ -219,7 +235,7 @@ class Visits(Generic[Key]):
             shared = node.uses > visit.turn
             share = 1 + int(log2(node.uses / visit.turn)) if shared else 0
             part = Part.LAST if position == len(path) - 1 and position > 0 else Part.PATH
-            kind = part, share, node.age_s if shared else visit.gap_s
+            kind = part, share, node.age_s if shared else visit.pace_s
             if kind != last_kind:
                 runs.append(Run(visit, *kind))
                 last_kind = kind
@@ -239,7 +255,12 @@ class Visits(Generic[Key]):
         return runs
 
     def _enter(self, run: Run[Key], now: float) -> None:
-        run.curve = self.curves.of(_kind(run))
+        visit = run.visit
+        if run.share:
+            run.curve = self._shared.of(_shared_kind(run))
+        else:
+            kind = kind_of(run.part, visit.turn, visit.pace_s, visit.length, visit.growth)
+            run.curve = self._sessions.of(kind)
         run.curve.enter(run.age_bin, len(run.nodes) * run.weight, now)
 
     def _leave(self, run: Run[Key], now: float) -> None:
@@ -290,16 +311,17 @@ class Visits(Generic[Key]):
 
 def _next_visit(before: Visit | None, length: int, known: int, now: float) -> Visit:
     """A request that repeats more than half of an earlier one is the next turn of its session."""
-    if before is not None and before.length > 1 and 2 * known > before.length:
-        return Visit(now, before.turn + 1, now - before.time, length, length - known)
-    return Visit(now, 1, None, length, length)
+    if before is None or before.length <= 1 or 2 * known <= before.length:
+        return Visit(now, 1, None, length, length)
+    pace_s = now - before.time
+    if before.pace_s is not None:
+        # Averaged as logarithms: one long pause does not make a slow session.
+        share = max(1 / _PACE_MEMORY, 1 / before.turn)
+        pace_s = (before.pace_s + 1) ** (1 - share) * (pace_s + 1) ** share - 1
+    return Visit(now, before.turn + 1, pace_s, length, length - known)
 
 
-def _kind(run: Run[Key]) -> tuple[Hashable, ...]:
-    """From coarse to fine. Blocks that several sessions share know only how often and when they were last used."""
+def _shared_kind(run: Run[Key]) -> tuple[Hashable, ...]:
+    """From coarse to fine. Of blocks that several sessions share only how often and when they were last used counts."""
     octave = -1 if run.gap_s is None else int(log2(run.gap_s + 1)) // 2
-    visit = run.visit
-    if run.share:
-        return (run.part, run.share), None, None, octave
-    growth = -1 if visit.turn == 1 else (int(log2(visit.growth + 1)) + 1) // 2
-    return (run.part, 0), min(visit.turn, 2), growth, octave
+    return (run.part, run.share), octave
