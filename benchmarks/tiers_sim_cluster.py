@@ -166,6 +166,21 @@ def compare_clusters(quick: bool, prefill: float, figures: dict[str, float]) -> 
             figures |= _figures(trace, setup, outcome)
 
 
+def compare_admission(trace: Trace, prefill: float, figures: dict[str, float]) -> None:
+    """One node, the whole trace: NVMe bytes that nobody read again with `auto`, as a share of those with `always`."""
+    print(f"\n{HEAD}")
+    worst = 0.0
+    for policy in ("lru", "reuse"):
+        unread = {}
+        for admission in ("always", "auto"):
+            setup = replace(ONE, prefill=prefill, policy=policy, admission=admission)
+            outcome = simulate(trace, setup)
+            print(row(trace, setup, outcome), flush=True)
+            unread[admission] = outcome.unread["nvme"] * outcome.moved["nvme written"]
+        worst = max(worst, unread["auto"] / unread["always"])
+    figures["store_unread_share_of_always"] = round(worst, 3)
+
+
 def _figures(trace: Trace, setup: Setup, outcome: Outcome) -> dict[str, float]:
     words = (trace.name, str(setup.nodes), str(setup.cpu), setup.router, setup.policy, setup.admission)
     name = "_".join(words).replace(" ", "_").replace("._", "_")

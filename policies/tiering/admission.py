@@ -12,7 +12,7 @@ from policies.tiering.visits import Visits
 
 Asked = TypeVar("Asked", bound=Hashable, contravariant=True)
 
-_WASTE_KEPT = 0.43
+_WASTE_KEPT = 0.36
 """Of the writes that are never read, `Learned` lets through this share: what promises least is refused until then."""
 
 _LEAST_FILLED = 0.01
