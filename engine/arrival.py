@@ -86,8 +86,9 @@ class Arrival:
         """The next layer is in place for the first `blocks` blocks: no more than those are whole."""
         with self._changed:
             assert layer == self._landed, "layers land in order"
-            self._landed = layer + 1
+            # In this order: `wait` looks without the lock, and whoever sees the layer must see what came of it.
             self._blocks = min(self._blocks, blocks)
+            self._landed = layer + 1
             self._changed.notify_all()
 
     def end(self) -> None:

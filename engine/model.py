@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from engine.errors import ModelUnavailable
-from engine.linear import has_bf16_products, wide_products, widen
+from engine.linear import WideLinear, has_bf16_products, wide_products, widen
 from engine.probe import LayerSpec, Reader, probe_layers
 from engine.support import refuse_unsupported, unsupported
 from kv_tiers.block import BlockLayout
@@ -83,6 +83,7 @@ class Model:
         self.spec = spec
         self._readers = tuple(readers)
         self._shares = len(spec.layers) < len(self._readers)
+        self._wide = any(isinstance(layer, WideLinear) for layer in network.modules())
 
     @torch.inference_mode()
     def forward(
@@ -100,13 +101,13 @@ class Model:
         the port sees the real ones only. `prompts`: these are chunks of prompts, not rows of a decode step
         (`engine/linear.py` has what follows).
         """
-        count, dtype = len(tokens), self.spec.dtype
+        count, dtype = len(tokens), torch.float32 if prompts and self._wide else self.spec.dtype
         padding = step_rows(count, dtype) - count
         ids = torch.tensor([*tokens, *[0] * padding], dtype=torch.long).unsqueeze(0)
         places = torch.tensor([*positions, *[0] * padding], dtype=torch.long).unsqueeze(0)
         unasked = step_rows(len(logits_at), dtype) - len(logits_at)
         wanted = torch.tensor([*logits_at, *[0] * unasked], dtype=torch.long)
-        with wide_products(count if prompts else 0):
+        with wide_products(prompts):
             out = self.network(
                 input_ids=ids,
                 position_ids=places,

@@ -38,6 +38,10 @@ class Breaker:
         """A call was answered: closed again."""
         self._in_a_row = 0
 
+    def answers(self) -> None:
+        """Something smaller than a call was answered: closed again, but the next failure opens it at once."""
+        self._in_a_row = min(self._in_a_row, self._failures - 1)
+
     def failed(self, now: float) -> None:
         """A call was not answered, or too late."""
         self._in_a_row += 1

@@ -148,9 +148,14 @@ class Upkeep:
             await asyncio.sleep(min(self._watch_s, _SHORTEST_PAUSE_S))
 
     async def _look(self) -> None:
-        """Whether Redis is the one we know, then whatever is to be done. A failure ends it until the next time."""
+        """Whether Redis is the one we know, then whatever is to be done. A failure ends it until the next time.
+
+        While the breaker is open and nobody else tries, this is its try.
+        """
+        trying = self._breaker.is_open and self._breaker.allow(self._clock())
         try:
             incarnation = await self._client.incarnation()
+            self._unlisted |= trying  # some may be lost or left over
             if incarnation != self.incarnation or self._unlisted:
                 if incarnation != self.incarnation:
                     self._moved()
@@ -165,6 +170,8 @@ class Upkeep:
                 await self.sweep()
             await self.pay()
             await self._renew()
+            if trying:
+                self._breaker.answers()
         except Unreachable:
             self.report(False)
 

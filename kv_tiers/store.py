@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.directory import Place
-from kv_tiers.keys import BlockKey, is_exact, kept_as
+from kv_tiers.keys import BlockKey, is_exact, is_kept_as, kept_as
 from kv_tiers.store_fetch import Fetches
 from kv_tiers.store_lend import Loans, Pinning, Pins
 from kv_tiers.store_plan import Finder
@@ -25,6 +25,8 @@ from kv_tiers.store_write import Listener, Writes
 from kv_tiers.tier import BlockMemory, ReadLease, Reclaimed, Tier, WriteLease
 from policies.tiering import Admission
 from policies.tiering.speed import Computing, Speeds
+
+_LOSSY = tuple(codec for codec in AtRest if codec is not AtRest.EXACT)
 
 
 class TieredStore:
@@ -55,7 +57,7 @@ class TieredStore:
         """
         self._books = books
         self._lower = list(lower)
-        self._codecs: set[AtRest] = set()  # of all tiers that there were
+        self._codecs: set[AtRest] = set()  # of all tiers that there were, and blocks that were asked for
         self._note_codecs()
         self._admission = admission
         self._clock = clock
@@ -118,8 +120,9 @@ class TieredStore:
         run = self._books.longest_run(keys)
         if abroad:  # a request of this node
             self._computing.heard(len(keys), worth_s)
-            self._asked += len(keys)
-            self._here += run
+            counted = _counted_before(keys)
+            self._asked += len(keys) - counted
+            self._here += max(0, run - counted)
             self._note_lossy(keys)
         if run == len(keys) or worth_s <= 0:
             return self._books.prepare_read(keys, owner)
@@ -309,6 +312,8 @@ class TieredStore:
         """A request reads lossy blocks, and will not write them: this is what policies learn from it."""
         if not chain or is_exact(chain[-1]):
             return
+        # Another node's tier may have what none of ours knows.
+        self._codecs |= {codec for codec in _LOSSY if is_kept_as(chain[-1], codec)}
         self._books.accessed(chain)
         for tier in self._lower:
             if tier.at_rest is not AtRest.EXACT:
@@ -332,6 +337,13 @@ class TieredStore:
 
     def _pinning(self) -> Mapping[str, Pinning]:
         return {CPU: self._books, **{tier.name: tier for tier in self._lower}}
+
+
+def _counted_before(chain: Sequence[BlockKey]) -> int:
+    """Leading exact keys of a chain that goes on lossily: its request has asked for those alone already."""
+    if not chain or is_exact(chain[-1]):
+        return 0
+    return next(at for at, key in enumerate(chain) if not is_exact(key))
 
 
 def _named(name: str, tiers: Sequence[str] | None) -> bool:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.keys import BlockKey, is_exact, kept_as
 from kv_tiers.store_ports import DirectoryPort, SpillCounters, joined
@@ -234,8 +235,12 @@ class Spill:
         while len(self._settled) > self._books.slots:
             self._settled.popitem(last=False)
 
+    def _keeps(self) -> list[Tier]:
+        """Where a block is safe: in exact tiers, if there are any, for a lossy one cannot give it back."""
+        return [tier for tier in self._lower if tier.at_rest is AtRest.EXACT] or list(self._lower)
+
     def _has_any(self, key: BlockKey) -> bool:
-        return any(_has(tier, key) for tier in self._lower)
+        return any(_has(tier, key) for tier in self._keeps())
 
     def _has_all(self, key: BlockKey) -> bool:
         return all(_has(tier, key) for tier in self._lower)
@@ -265,7 +270,8 @@ class Spill:
                 self._copying = {entry.key: entry.offset for entry in lease.entries}
                 kept: set[BlockKey] = set()
                 for tier in tuple(self._lower):
-                    kept |= await self._put(tier, batch)
+                    has = await self._put(tier, batch)
+                    kept |= has if tier in self._keeps() else set()
                 for key in self._copying.keys() - kept:
                     self._settle(key, self._clock())
             finally:

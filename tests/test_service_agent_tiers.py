@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,22 @@ def redis_tier() -> MemoryTier:
     tier.name = "redis"
     tier.incarnation = 7
     return tier
+
+
+def test_o23_applications_that_share_a_folder_share_no_file(tmp_path):
+    names = ["org/model/name", "org/model-SEP-name", "org/model", "Org/model", "../x", "x" * 300, "mödel", ""]
+    made = [OPTIONS, *(replace(OPTIONS, slot_bytes=size * SLOT_BYTES) for size in (2, 12))]
+    paths = [
+        node_tiers.tier_makers(
+            replace(each, application=name, nvme_bytes=1 << 24, nvme_folder=str(tmp_path)),
+            None,
+            time.monotonic,
+        )["nvme"]().path
+        for name in names
+        for each in made
+    ]
+    assert len({str(path).lower() for path in paths}) == len(names) * len(made)
+    assert all(path.resolve().parent == tmp_path.resolve() and len(path.name) < 64 for path in paths)
 
 
 async def nvme_of(agent) -> object:

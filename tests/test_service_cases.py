@@ -1,4 +1,4 @@
-"""CASES O-1 to O-4 between a prefill and a decode service: what ends early leaves nothing behind."""
+"""CASES O-1 to O-4 and O-11 between a prefill and a decode service: what ends early leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from service_stand import FULL, Stand, ask, expected, model, network, stand
 
 from deployments.prefill_service import PrefillService
-from engine.errors import ContextOverflow, InvalidRequest
+from engine.errors import ContextOverflow, InvalidRequest, Overloaded
 from engine.model import wrap_model
 from engine.prefill import PrefillEngine
 from kv_tiers.transfer import puller
@@ -98,4 +98,23 @@ async def test_o4_a_prompt_too_long_for_prefill_alone_is_refused_and_never_decod
             async for batch in s.decode.generate(ask(tokens=260)):
                 batches.append(batch)
         assert not batches and not s.client.replies
+        assert len(s.client.asked) == 1, "no other replica would take it either"
         assert s.decode.stats()["generated_tokens"] == 0
+
+
+async def test_o11_survivors_without_room_wait_for_their_deadline_and_keep_nobody_up():
+    """Nothing can leave: the one ticket that fills the staging memory outlives the test."""
+    async with stand(staging=48 << 10, ticket_ttl_s=3600) as s:
+        held = await s.prefill.prefill(ask("held", recipe=FULL))
+        began = asyncio.get_running_loop().time()
+        waiting = asyncio.create_task(s.prefill.prefill(ask("waits", seed=1, recipe=FULL, deadline_s=1.0)))
+        await s.until(lambda: s.prefill.stats()["prefilled_prompts"] == 1 and not s.prefill.engine.queued)
+        short = ask("short", seed=2, recipe=FULL, max_tokens=1)
+        assert (await s.prefill.prefill(short)).first[0].token_id == expected(short).tokens[0][0]
+        assert not waiting.done()
+        with pytest.raises(Overloaded, match="1 s"):
+            await asyncio.wait_for(waiting, 10)
+        assert asyncio.get_running_loop().time() - began < 5
+        s.decode.endpoint.refuse(Ticket.from_bytes(held.ticket))
+        await s.at_rest()
+        assert (await s.run(ask(recipe=FULL))).tokens == expected(ask(recipe=FULL)).tokens

@@ -80,6 +80,18 @@ async def test_o26_a_cancelled_get_never_answers_the_next_one(server, tmp_path):
                 assert bytes(into[0]) == found
 
 
+async def test_o26_a_cancelled_small_command_never_answers_the_next_one(server, tmp_path):
+    """Those go through redis-py, and what comes back names no key."""
+    async with running(server.url) as straight:
+        await put(straight, [A])
+    async with proxy(server, str(tmp_path / "slow"), delay_s=0.1) as url, running(url, connections=2) as tier:
+        for number in range(10):
+            await cancelled_after(tier._client.headers([A]), 0.005 * number)
+            assert await tier._client.headers([B]) == [None]
+        (found,) = await tier._client.headers([A])
+        assert found is not None
+
+
 async def test_a_cancelled_put_leaves_nothing_that_anybody_sees(server, tmp_path):
     async with proxy(server, str(tmp_path / "slow"), delay_s=0.05) as url, running(url, 4, LARGE) as tier:
         for delay in (0.02, 0.06, 0.12, 0.2):
@@ -185,6 +197,39 @@ async def test_a_frozen_redis_costs_its_deadline_a_few_times_and_then_nothing(ow
         assert timed.seconds < 2, "a hundred calls that wait would take twenty seconds"
         assert tier.longest_run([A]) == 0
         own_server.thaw()
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_a_redis_that_is_back_is_found_by_whoever_looks_after_it(own_server, how):
+    """Nobody asks it for anything meanwhile: what a user sees must not wait for the next request."""
+    async with running(own_server.url, deadline_s=0.2) as tier:
+        await put(tier, [A])
+        own_server.kill() if how == "killed" else own_server.freeze()
+        while not tier.left_alone:
+            assert await get(tier, [A]) == [FAILED]
+        await asyncio.sleep(0.5)
+        assert tier.left_alone, "it looks in vain"
+        own_server.start() if how == "killed" else own_server.thaw()
+        await until(lambda: not tier.left_alone)
+        assert await get(tier, [A, B]) == [MISS if how == "killed" else HIT, MISS]
+
+
+async def test_a_redis_that_answers_small_questions_only_is_left_alone_at_its_first_failure(
+    own_server, monkeypatch
+):
+    async with running(own_server.url) as tier:
+
+        async def nothing(wanted):
+            return [FAILED] * len(wanted)
+
+        monkeypatch.setattr(tier._lanes, "fetch", nothing)
+        for _ in range(3):
+            await get(tier, [A])
+        assert tier.left_alone
+        for _ in range(2):
+            await until(lambda: not tier.left_alone)
+            await get(tier, [A])
+            assert tier.left_alone
 
 
 async def test_what_was_dropped_and_cleared_while_redis_was_away_stays_gone(own_server):

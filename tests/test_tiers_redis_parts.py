@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_tiers.block import BlockLayout, write_block
-from kv_tiers.breaker import Breaker
 from kv_tiers.keys import BlockKey, Fingerprint, block_keys
 from kv_tiers.packing import FRAME_BYTES, Codec, packed_frame, raw_frame, read_frame_header, unpack_body
 from kv_tiers.redis import RedisClient
@@ -38,35 +37,6 @@ from kv_tiers.resp import MAX_LINE_BYTES, ErrorReply, LinkDown, RespConnection, 
 
 KEY = BlockKey(bytes(range(32)))
 OTHER = BlockKey(bytes(32))
-
-
-# Breaker
-
-
-def test_a_breaker_opens_after_failures_in_a_row_and_lets_one_try_through_per_pause():
-    breaker = Breaker(2, 5.0)
-    breaker.failed(0.0)
-    breaker.succeeded()
-    breaker.failed(1.0)
-    assert breaker.allow(1.0) and not breaker.is_open
-    breaker.failed(1.0)
-    assert breaker.is_open and not breaker.allow(5.9)
-    assert [breaker.allow(6.0), breaker.allow(6.1), breaker.allow(10.9), breaker.allow(11.0)] == [
-        True,
-        False,
-        False,
-        True,
-    ]
-    breaker.failed(12.0)
-    assert not breaker.allow(16.9) and breaker.allow(17.0)
-    breaker.succeeded()
-    assert not breaker.is_open and breaker.allow(17.0)
-
-
-@pytest.mark.parametrize(("failures", "pause_s"), [(0, 1.0), (1, 0.0)])
-def test_a_breaker_that_could_not_open_or_close_is_refused(failures, pause_s):
-    with pytest.raises(ValueError, match="breaker"):
-        Breaker(failures, pause_s)
 
 
 # Packing
