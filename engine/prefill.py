@@ -30,9 +30,8 @@ from engine.workspace import PrefillPort, StepAbandoned, Workspace
 _log = logging.getLogger("kvtide.engine")
 
 # Attention of a prompt is computed in pieces that end at multiples of so many tokens (and at the prompt's end), and so
-# do its chunks: its KV has the same bits whatever the chunks are and whoever shares its steps, given the same cached
-# beginning. After another beginning the first piece is another product, and rounds differently (measured: torch's flash
-# attention, fp32 and bf16).
+# do its chunks: its KV has the same bits whatever the chunks are, whoever shares its steps, and however much of its
+# beginning was cached (a piece that is cached in part is computed as the end of a whole one: `causal_attention`).
 _PIECE_TOKENS = 256
 # While nothing can be computed, whoever aborts is noticed within this time.
 _LOOK_AGAIN_S = 0.05

@@ -109,10 +109,11 @@ class Workspace:
         out = torch.empty_like(query)
         begin = start
         while begin < stop:
-            end = min(stop, begin - begin % self.piece_tokens + self.piece_tokens)
+            origin = begin - begin % self.piece_tokens
+            end = min(stop, origin + self.piece_tokens)
             cut = slice(begin - start, end - start)
             rows = query[:, cut].contiguous()
-            out[:, cut], lse = causal_attention(call, rows, keys[:, :end], values[:, :end], begin)
+            out[:, cut], lse = causal_attention(call, rows, keys[:, :end], values[:, :end], begin, origin)
             if watch is not None:
                 watch.observe(rows, keys[:, :end], lse, begin)
             begin = end

@@ -214,3 +214,32 @@ def test_a_layer_that_looks_ahead_is_refused():
     with pytest.raises(UnsupportedModel, match="bidirectional"):
         attention_call(is_causal=False)
     attention_call(is_causal=True, dropout=0.0, use_cache=False, position_ids=torch.arange(5))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@settings(max_examples=30, deadline=None)
+@given(
+    piece=st.integers(1, 256),
+    missing=st.integers(1, 15),
+    origin=st.sampled_from([0, 256, 512, 1280]),
+    group=st.sampled_from([1, 3, 4]),
+    seed=st.integers(0, 1000),
+)
+def test_the_end_of_a_piece_has_the_bits_that_it_has_in_the_piece(
+    threads, piece, missing, origin, group, seed
+):
+    """However much of it was cached, in blocks of 16 tokens."""
+    case = make_case(torch.bfloat16, start=origin, length=piece, group=group, dim=64, seed=seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = causal_attention(*case)
+        cached = 16 * missing
+        if cached < piece:
+            rest = causal_attention(
+                case.call, case.query[:, cached:].contiguous(), case.key, case.value, origin + cached, origin
+            )
+            assert torch.equal(rest.out, whole.out[:, cached:])
+            assert torch.equal(rest.lse, whole.lse[:, cached:])
+    finally:
+        torch.set_num_threads(before)
