@@ -107,7 +107,7 @@ def _if(applies: bool, block: Array) -> Array:
 
 PRIOR_MEAN = np.array(
     [
-        *(-1.0, 0.0),  # last: mostly a part of a block, which nobody asks for again
+        *(0.0, 0.0),  # last: as good as the others where blocks are full
         *(-1.5, 0.0),  # stale: the session went another way
         *(0.3, 0.0),  # later turns: who came back comes back
         *(0.0,) * len(_LENGTH_KNOTS),
