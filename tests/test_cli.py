@@ -45,14 +45,15 @@ def test_a_wrong_key_is_not_shown_either(capsys):
 def test_config_prints_the_tiers_that_a_node_gets_without_the_password(capsys, tmp_path):
     url = "rediss://user:hunter2@cache.example:6380/2?ssl_cert_reqs=none"
     words = [f"cpu_tier_folder={tmp_path}", "cpu_tier_gib=0.001", "nvme_tier_gib=0.002", f"redis_url={url}"]
+    words.append("nvme_tier_codec=int8")
     assert main(["config", *words, f"nvme_tier_folder={tmp_path / 'new'}", "redis_tier_gib=3"]) == 0
     text = capsys.readouterr().out
     assert "hunter2" not in text
     shown = json.loads(text)
     assert shown["tiers"] == [
-        {"tier": "cpu", "gib": 0.001, "where": str(tmp_path)},
-        {"tier": "nvme", "gib": 0.002, "where": str(tmp_path / "new")},
-        {"tier": "redis", "gib": 3.0, "where": "rediss://cache.example:6380/2"},
+        {"tier": "cpu", "gib": 0.001, "where": str(tmp_path), "codec": "exact"},
+        {"tier": "nvme", "gib": 0.002, "where": str(tmp_path / "new"), "codec": "int8"},
+        {"tier": "redis", "gib": 3.0, "where": "rediss://cache.example:6380/2", "codec": "exact"},
     ]
     assert shown["tier_warnings"] == []
 
