@@ -9,7 +9,7 @@ from typing import Generic
 from policies.tiering.policy import Key
 from policies.tiering.shadows import LruShadow, ReuseShadow, Shadow
 
-_BEHIND, _AHEAD = -2.0, 0.0
+_BEHIND, _AHEAD = -1.5, 0.0
 """Standard deviations of the difference in hits at which the guard goes over to LRU, and back."""
 
 _MEMORY = 64
