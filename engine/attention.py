@@ -160,7 +160,9 @@ def causal_attention(
     out, lse = out[:, missing:], lse[:, missing:]
     if origin:
         rows = group * length
-        folded = torch.nn.functional.pad(query.reshape(kv_heads, rows, dim), (0, 0, 0, -rows % _ROWS))
+        folded = query.reshape(kv_heads, rows, dim)
+        if rows % _ROWS:  # padding copies
+            folded = torch.nn.functional.pad(folded, (0, 0, 0, -rows % _ROWS))
         past, past_lse = _flash(folded, key[:, :origin], value[:, :origin], call.scale, causal=False)
         past, past_lse = (
             past[:, :rows].reshape(heads, length, dim).float(),

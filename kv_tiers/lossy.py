@@ -19,7 +19,7 @@ from kv_tiers.block_copy import address_of
 from kv_tiers.cpu import in_thread
 from kv_tiers.keys import BlockKey, is_exact, is_kept_as, kept_as, lossy_key
 from kv_tiers.lossy_blocks import decode_blocks, encode_blocks
-from kv_tiers.tier import Changes, Fetched, Manifest, Stored, Tier, TierStats
+from kv_tiers.tier import Changes, Fetched, Manifest, Stored, Tier, TierStats, one_each
 
 _SCRATCH_BYTES = 64 << 20
 
@@ -148,13 +148,7 @@ class LossyTier:
         new = [key for key in answers if key in sources]  # heads first, as they came
         if new:
             answers |= await self._put(new, [sources[key] for key in new], tenant)
-        told: set[BlockKey] = set()
-        stored = []
-        for key in keys:
-            again = key in told and answers[key] is Stored.STORED
-            stored.append(Stored.PRESENT if again else answers[key])
-            told.add(key)
-        return stored
+        return one_each(keys, answers)
 
     async def drop(self, keys: Sequence[BlockKey]) -> int:
         return await self._inner.drop(self._ours(keys))

@@ -37,7 +37,7 @@ from kv_tiers.nvme_index import Found, Geometry, Placed, SlotIndex
 from kv_tiers.nvme_io import FileEngine
 from kv_tiers.nvme_jobs import Medium, ReadJob, WriteJob
 from kv_tiers.over_books import OverBooks
-from kv_tiers.tier import Fetched, Stored
+from kv_tiers.tier import Fetched, Stored, one_each
 from policies.tiering import EvictionPolicy
 
 _log = logging.getLogger(__name__)
@@ -191,13 +191,7 @@ class NvmeTier(OverBooks):
                 if refused and self._medium is not None:
                     self._books.evict(len(refused))
                     await self._put(refused, buffers, answers, tenant, last=True)
-        told: set[BlockKey] = set()
-        stored = []
-        for key in keys:
-            again = key in told and answers[key] is Stored.STORED
-            stored.append(Stored.PRESENT if again else answers[key])
-            told.add(key)
-        return stored
+        return one_each(keys, answers)
 
     @property
     def left_alone(self) -> bool:

@@ -23,7 +23,7 @@ from kv_tiers.packing import FRAME_BYTES, Frame, packed_frame, raw_frame
 from kv_tiers.redis_charges import Charge, Charges
 from kv_tiers.redis_ports import BlockLanes, Client, Outgoing, Sent, Unreachable, Wanted
 from kv_tiers.redis_upkeep import Upkeep
-from kv_tiers.tier import Entry, Fetched, Stored
+from kv_tiers.tier import Entry, Fetched, Stored, one_each
 
 _OWNER = "redis"
 
@@ -115,13 +115,7 @@ class RedisBlocks(OverBooks):
                     await self._put(list(answers), sources, answers, tenant)
                 except Unreachable:
                     self._upkeep.report(False)
-        told: set[BlockKey] = set()
-        stored = []
-        for key in keys:
-            again = key in told and answers[key] is Stored.STORED
-            stored.append(Stored.PRESENT if again else answers[key])
-            told.add(key)
-        return stored
+        return one_each(keys, answers)
 
     async def drop(self, keys: Sequence[BlockKey]) -> int:
         """As in `Tier`; other nodes' blocks are removed from Redis too."""

@@ -75,9 +75,8 @@ class Spill:
         self._idle_share = idle_share
         self._tenant_of = tenant_of
         self._pays = pays
-        self._queue: OrderedDict[BlockKey, bool] = (
-            OrderedDict()
-        )  # → whether it is written whatever reading costs
+        # → whether it is written whatever reading costs
+        self._queue: OrderedDict[BlockKey, bool] = OrderedDict()
         self._settled: OrderedDict[BlockKey, float] = OrderedDict()  # not to be looked at again before
         self._low = max(1, min(int(books.slots * _LOW_SHARE), _MOST_LOW))
         self._batch = max(1, BATCH_BYTES // books.slot_bytes)

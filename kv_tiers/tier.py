@@ -7,7 +7,7 @@ blocks up and down between each other as whole buffers (`Tier`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -171,6 +171,17 @@ class Stored(Enum):
     PRESENT = "here already, or somebody is writing it"
     NO_ROOM = "everything else is worth more, is pinned, or the tenant is at its quota"
     FAILED = "not written: the tier is slow, full, gone or broken"
+
+
+def one_each(keys: Sequence[BlockKey], answers: Mapping[BlockKey, Stored]) -> list[Stored]:
+    """Answers of a `put` by place, from those by key: a key that was handed down again is PRESENT by then."""
+    told: set[BlockKey] = set()
+    stored = []
+    for key in keys:
+        again = key in told and answers[key] is Stored.STORED
+        stored.append(Stored.PRESENT if again else answers[key])
+        told.add(key)
+    return stored
 
 
 class Tier(Protocol):

@@ -146,10 +146,9 @@ def document(ids: Prompt) -> Prompt:
 def asks(ids: Prompt, document: Prompt) -> Asks:
     """By name: a request over the document, and how many of its tokens lie in the document's blocks and are not needed.
 
-    SnapKV's window of 16 is computed anew, for its queries. Tails quote the document, and answers go on with it: the
-    logit of each token is at least 1 above the next best one, so that no last bit of bf16 decides.
+    SnapKV's window of 16 is computed anew, for its queries.
     """
-    tails = [ids[at : at + 10] for at in (210, 100, 130, 100)]
+    tails = [ids[at : at + 10] for at in range(1000, 1040, 10)]
     snapkv = {"policy": "snapkv", "budget": 96, "window": 16, "heads": "ada"}
     return {
         "a second question": ({"prompt": document + tails[0]}, 28 * BLOCK),
@@ -201,11 +200,11 @@ def test_a_tenant_neither_hits_nor_evicts_what_is_another_s(
     assert all("cpu" in names for names in tiers.tiers_of(document))
 
 
-@pytest.mark.parametrize(("length", "at"), [(15, 225), (16, 224), (17, 221), (32, 512), (48, 672)])
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 48])
 def test_a_prompt_around_a_multiple_of_a_block_keeps_a_token_to_compute(
-    tiers: Tiers, ids: Prompt, length: int, at: int
+    tiers: Tiers, ids: Prompt, length: int
 ) -> None:
-    prompt = ids[at : at + length]  # begun where no token of the answer is a near tie
+    prompt = ids[10 * length : 11 * length]
     ask = {"prompt": prompt, "max_tokens": 4}
     cold = tiers.ask(ask)
     assert cold.cached == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policies.tiering.ages import BINS, ENDS, STARTS, Counts, bin_of, chance, gittins
 from policies.tiering.curves import Curves
 from policies.tiering.features import FEATURES, PRIOR_MEAN, Kind, Part, features, kind_of
-from policies.tiering.regression import Regression, _indices
+from policies.tiering.regression import Regression, indices
 
 often = settings(max_examples=60, deadline=None)
 
@@ -99,7 +99,7 @@ def test_what_faded_speaks_less_and_what_waits_keeps_waiting():
 @given(st.lists(st.floats(-12, 1), min_size=BINS, max_size=BINS))
 def test_many_indices_at_once_are_those_of_gittins(logs):
     rates = [10.0**log for log in logs]
-    at_once = _indices(np.array([rates, rates[::-1]]))
+    at_once = indices(np.array([rates, rates[::-1]]))
     assert at_once[0] == pytest.approx(gittins(rates), rel=1e-6)
 
 

@@ -130,7 +130,7 @@ class Regression:
         events, at_risk = self._seen(kinds)
         foreseen = (at_risk * rates).sum(1)
         rates *= ((events.sum(1) + _LEVEL_TRUST) / (foreseen + _LEVEL_TRUST))[:, None]
-        index = _indices(rates)
+        index = indices(rates)
         for counts, row, worth in zip(kinds, rates.tolist(), index.tolist(), strict=True):
             counts.rates, counts.index = row, worth
 
@@ -158,7 +158,7 @@ def _prior_precision() -> Array:
     return precision
 
 
-def _indices(rates: Array) -> Array:
+def indices(rates: Array) -> Array:
     """`gittins` of many kinds at once: [kinds, BINS] → [kinds, BINS]. The best end is one of the bins'."""
     expected = rates * _WIDTHS
     inside = -np.expm1(-expected) / rates  # seconds until reuse or the bin's end

@@ -17,7 +17,7 @@ _MEMORY = 64
 
 
 class Reuse(Generic[Key]):
-    """`EvictionPolicy` that learns when blocks of which kind are used again (`visits.py`, `curves.py`).
+    """`EvictionPolicy` that learns when blocks of which kind are used again (`regression.py`, `curves.py`).
 
     Two shadows of the tier see every request: one that follows what was learned, one that is LRU. The tier follows the
     first unless it has been getting fewer hits lately than the other. First to go is what the shadow that is followed
