@@ -3,7 +3,7 @@
     python -m benchmarks.bench_tiers [--quick] [--size 6144] [--rounds 2]
         [--only recall|second_node|throughput|spill]
 
-Ends with one JSON line (result.py). About 9 minutes on 2 idle cores, 4 with --quick.
+Ends with one JSON line (result.py). About 13 minutes on 2 idle cores, 6 with --quick.
 
 Recall: documents are asked cold, the first in turn with a bare transformers forward, then again, each from one tier
 only: after every replica was killed and replaced (CPU, NVMe, Redis), after every process was stopped and started again
