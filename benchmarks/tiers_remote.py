@@ -5,8 +5,9 @@
 Regime: two processes of one machine, slabs as node agents make them, whole slots of one size in random order on both
 sides, batches of `BATCH` blocks, `AHEAD` of them under way, warm connection and touched memory. `remote` is what a node
 agent does (`SlabPeer`: ask for a loan, read, verify every byte, give the loan back); `raw` posts NIXL reads of the same
-descriptors into the same memory, looks at nothing and asks nobody, and has its descriptors made beforehand. Both take
-turns; medians over the rounds; ratios are medians of ratios of neighbours, since other work on the machine slows both.
+descriptors into the same memory, looks at nothing and asks nobody, and has its descriptors made beforehand, with one
+NIXL agent; `floor` does the same with all the agents that `remote` has, each on a thread: what physics allow here. All
+take turns; medians over the rounds; ratios are medians of ratios of neighbours, since other work slows all.
 `cpu_ms_gb`: processor time of the reading process, which is what counts where no processor is idle.
 """
 
@@ -37,7 +38,7 @@ from kv_tiers.store_fetch import AHEAD
 from kv_tiers.store_lend import Loans
 from kv_tiers.store_ports import parted
 from kv_tiers.tier import Fetched
-from kv_tiers.transfer.nixl import NixlWire
+from kv_tiers.transfer.nixl import NixlWire, slab_wires
 from kv_tiers.transfer.slab_loan import SlabLoan
 from kv_tiers.transfer.slab_peer import SlabExchange, SlabPeer
 from kv_tiers.transfer.ticket import PeerId
@@ -62,7 +63,7 @@ class Spent(NamedTuple):
 
 
 def measure_remote(*, nbytes: int = 192 << 20, rounds: int = 9) -> dict[str, float]:
-    """Medians by block size: `{get,raw}_gb_s_{layout}`, `{get,raw}_cpu_ms_gb_{layout}` and `ratio_{layout}`.
+    """Medians by block size: `{get,raw,floor}_gb_s_{layout}`, `…_cpu_ms_gb_{layout}` and `ratio_{layout}`.
 
     Takes 2 `nbytes` of shared memory, and 0.1 s a round.
     """
@@ -141,8 +142,8 @@ def lend(name: str, path: Path, blocks: int) -> None:
         for key in keys:
             view = slab.view(books.offset_of(key), layout.nbytes)
             write_block(view, layout, _FINGERPRINT, key, rows, rows)
-        wire = NixlWire("lender", torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
-        exchange = SlabExchange("lender", slab, slot_bytes, wire)
+        wires = slab_wires("lender", torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
+        exchange = SlabExchange("lender", slab, slot_bytes, wires)
         loans = Loans(books, time.monotonic)
         for line in sys.stdin:
             what, value = line.rstrip("\n").split(" ")
@@ -161,13 +162,13 @@ def _measure(name: str, slot_bytes: int, blocks: int, rounds: int) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=slab_folder(None, 2 * nbytes)) as folder:
         lender = LenderProcess(name, Path(folder) / "lender.kvslab", blocks)
         with Slab.create(Path(folder) / "borrower.kvslab", nbytes) as slab:
-            wire = NixlWire("borrower", torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
-            exchange = SlabExchange("borrower", slab, slot_bytes, wire)
+            wires = slab_wires("borrower", torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
+            exchange = SlabExchange("borrower", slab, slot_bytes, wires)
             try:
                 return asyncio.run(
                     _alternate(
                         SlabPeer(exchange, lender),
-                        wire,
+                        wires,
                         lender,
                         _keys(_LAYOUTS[name], blocks),
                         slot_bytes,
@@ -181,7 +182,7 @@ def _measure(name: str, slot_bytes: int, blocks: int, rounds: int) -> dict[str, 
 
 async def _alternate(
     peer: SlabPeer,
-    wire: NixlWire,
+    wires: Sequence[NixlWire],
     lender: LenderProcess,
     keys: Sequence[BlockKey],
     slot_bytes: int,
@@ -191,7 +192,7 @@ async def _alternate(
     message = await lender.lend(b"".join(key.digest for key in keys))
     assert message is not None
     loan = SlabLoan.from_bytes(message)  # kept: raw reads use its addresses, and the lender polls for them
-    found: dict[str, list[Spent]] = {"get": [], "raw": []}
+    found: dict[str, list[Spent]] = {"get": [], "raw": [], "floor": []}
     batches = [slice(at, at + BATCH) for at in range(0, len(keys), BATCH)]
     spans = SpanTable.columns(loan.addresses, offsets, slot_bytes)
     tables = [spans[batch] for batch in batches]
@@ -199,7 +200,13 @@ async def _alternate(
         for what, values in found.items():
             wall, cpu = time.perf_counter(), time.process_time()
             if what == "raw":
-                await asyncio.to_thread(_raw, wire, loan.peer, tables)
+                await asyncio.to_thread(_raw, wires[0], loan.peer, tables)
+            elif what == "floor":
+                shares = [tables[index :: len(wires)] for index in range(len(wires))]
+                works = zip(wires, shares, strict=True)
+                await asyncio.gather(
+                    *(asyncio.to_thread(_raw, wire, loan.peer, share) for wire, share in works)
+                )
             else:
                 await _remote(peer, keys, offsets, batches)
             if round_:  # the first pays for the connection and for untouched memory
@@ -247,12 +254,15 @@ def main() -> None:
         return
     figures = measure_remote(nbytes=args.mib << 20, rounds=args.rounds)
     print(
-        f"{'block':>8} {'remote GB/s':>12} {'raw GB/s':>9} {'ratio':>6} {'remote ms/GB':>13} {'raw ms/GB':>10}"
+        f"{'block':>8} {'remote GB/s':>12} {'raw GB/s':>9} {'floor GB/s':>11} {'ratio':>6} "
+        f"{'remote ms/GB':>13} {'raw ms/GB':>10}"
     )
     for name in _LAYOUTS:
-        wanted = ("get_gb_s", "raw_gb_s", "ratio", "get_cpu_ms_gb", "raw_cpu_ms_gb")
-        get, raw, ratio, get_cpu, raw_cpu = (figures[f"{each}_{name}"] for each in wanted)
-        print(f"{name:>8} {get:>12.2f} {raw:>9.2f} {ratio:>6.2f} {get_cpu:>13.0f} {raw_cpu:>10.0f}")
+        wanted = ("get_gb_s", "raw_gb_s", "floor_gb_s", "ratio", "get_cpu_ms_gb", "raw_cpu_ms_gb")
+        get, raw, floor, ratio, get_cpu, raw_cpu = (figures[f"{each}_{name}"] for each in wanted)
+        print(
+            f"{name:>8} {get:>12.2f} {raw:>9.2f} {floor:>11.2f} {ratio:>6.2f} {get_cpu:>13.0f} {raw_cpu:>10.0f}"
+        )
     targets: dict[str, Bound] = {f"ratio_{name}": {"at_least": TARGET_RAW_SHARE} for name in _LAYOUTS}
     print_result(
         "tiers_remote",

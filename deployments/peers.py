@@ -14,7 +14,7 @@ from kv_tiers.keys import BlockKey
 from kv_tiers.slab import Slab
 from kv_tiers.store_ports import Peer
 from kv_tiers.tier import Fetched
-from kv_tiers.transfer.nixl import NixlWire, unavailable
+from kv_tiers.transfer.nixl import slab_wires, unavailable
 from kv_tiers.transfer.slab_peer import SlabExchange, SlabPeer
 
 _log = logging.getLogger("kvtide.node")
@@ -35,7 +35,7 @@ def open_exchange(name: str, slab: Slab, slot_bytes: int) -> SlabExchange | None
         _log.warning("blocks of other nodes are not read: %s", reason)
         return None
     memory = torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8)
-    return SlabExchange(name, slab, slot_bytes, NixlWire(name, memory))
+    return SlabExchange(name, slab, slot_bytes, slab_wires(name, memory))
 
 
 class AgentLender:

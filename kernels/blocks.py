@@ -43,9 +43,6 @@ Addresses: TypeAlias = "ctypes.Array[ctypes.c_uint64]"
 Sizes: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 """Offsets or sizes, in bytes."""
 
-Marks: TypeAlias = "ctypes.Array[ctypes.c_uint8]"
-"""One of `Found` per block."""
-
 DIGEST_BYTES = 32
 """Of a block's key."""
 
@@ -105,14 +102,6 @@ class BlockForm:
         return _FormAt(self.like, *numbers, *addresses, len(offsets))
 
 
-class Turn(ctypes.Structure):
-    """Blocks that land one after the other, and are checked by several threads: how many have `landed`, how many of
-    them somebody has `taken`, and whether it is `over`: no more will land.
-    """
-
-    _fields_ = (("landed", ctypes.c_int64), ("taken", ctypes.c_int64), ("over", ctypes.c_int64))
-
-
 class NativeBlocks:
     """The operations of one built library. Checksums are u64, little-endian as the machine must be."""
 
@@ -122,8 +111,6 @@ class NativeBlocks:
         self._xxh3 = self._function("kvtide_xxh3", signatures.XXH3, ctypes.c_uint64)
         self._copy = self._function("kvtide_copy", signatures.COPY)
         self._check = self._function("kvtide_check_blocks", signatures.CHECK_BLOCKS)
-        self._check_landed = self._function("kvtide_check_landed", signatures.CHECK_LANDED)
-        self._landed = self._function("kvtide_landed", signatures.LANDED)
         self._read = self._function("kvtide_read_run", signatures.BLOCK_RUN, ctypes.c_int64)
         self._write = self._function("kvtide_write_run", signatures.BLOCK_RUN)
 
@@ -159,29 +146,6 @@ class NativeBlocks:
         if self._check(sources, targets, sizes, count, keys, found, ctypes.byref(form.at)):
             raise MemoryError("no memory for the header of a block")
         return bytes(found)
-
-    def check_landed(
-        self,
-        sources: Addresses,
-        sizes: Sizes,
-        form: BlockForm,
-        keys: bytes,
-        found: Marks,
-        turn: Turn,
-        wait: bool,
-    ) -> None:
-        """Mark what was `Found` of blocks as they land, in turn with other threads that do the same.
-
-        Returns when all that have landed are taken; with `wait`, when it is over as well.
-        """
-        assert len(keys) == DIGEST_BYTES * len(sources) and len(form.parts.offsets)
-        assert len(sizes) == len(found) == len(sources)
-        if self._check_landed(sources, sizes, keys, found, ctypes.byref(form.at), ctypes.byref(turn), wait):
-            raise MemoryError("no memory for the header of a block")
-
-    def landed(self, turn: Turn, count: int, over: bool) -> None:
-        """So many leading blocks have landed, for all threads to see; `over`: and no more will."""
-        self._landed(ctypes.byref(turn), count, over)
 
     def read_run(self, slots: Addresses, place: LayerAt, checksums: bytes, k: RowsAt, v: RowsAt) -> int:
         """Copy a layer of n consecutive blocks into rows [heads, n * tokens, dim], each as soon as it is verified.

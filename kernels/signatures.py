@@ -61,11 +61,6 @@ CHECK_BLOCKS = [
     *(c_void_p, c_void_p, c_void_p, c_int64),  # addresses of sources, of targets or null, sizes, blocks
     *(c_void_p, c_void_p, c_void_p),  # keys, what was found, form
 ]
-CHECK_LANDED = [
-    *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),  # addresses, sizes, keys, what was found, form
-    *(c_void_p, c_int),  # turn, whether to wait for more
-]
-LANDED = [c_void_p, c_int64, c_int64]  # turn, blocks that have landed, whether no more will
 BLOCK_RUN = [
     *(
         c_void_p,

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from kernels import blocks, ops
-from kernels.blocks import BlockForm, Found, Turn
+from kernels.blocks import BlockForm, Found
 
 Buffer: TypeAlias = memoryview | bytearray | np.ndarray
 """Flat writable bytes: a slab view, a bytearray or a uint8 array."""
@@ -112,15 +112,6 @@ class _Slots(Sequence[memoryview]):
         return self._memory[self._offsets[index] : self._offsets[index] + self._nbytes]
 
 
-class Landing(NamedTuple):
-    """Blocks of one form that land one after the other; `found` has a mark for each that was taken and checked."""
-
-    views: BlockViews
-    form: BlockForm
-    keys: bytes
-    found: blocks.Marks
-
-
 class BlockCopy(Protocol):
     """Copying with checksums: xxh3-64 of each layer, [blocks, layers] in one piece, as headers have them (u64)."""
 
@@ -136,16 +127,6 @@ class BlockCopy(Protocol):
         With targets, of the same sizes, the blocks are copied there, and it is the copies that are checked; of one that
         is not whole, some bytes or none.
         """
-        ...
-
-    def check_landed(self, landing: Landing, turn: Turn, wait: bool) -> None:
-        """Check blocks as they land, in turn with other threads. Returns when all that have landed are taken, and with
-        `wait`, perhaps only when it is over as well.
-        """
-        ...
-
-    def landed(self, turn: Turn, count: int, over: bool) -> None:
-        """So many leading blocks have landed; `over`: and no more will."""
         ...
 
     def read_run(
@@ -181,16 +162,6 @@ class PythonCopy:
             self._check_block(source, target, form, _digest(keys, index))
             for index, (source, target) in enumerate(zip(sources, into, strict=True))
         )
-
-    def check_landed(self, landing: Landing, turn: Turn, wait: bool) -> None:
-        while not wait and turn.taken < turn.landed:  # one thread: others would only wait for the GIL
-            index = turn.taken
-            turn.taken += 1
-            key = _digest(landing.keys, index)
-            landing.found[index] = self._check_block(landing.views[index], None, landing.form, key)
-
-    def landed(self, turn: Turn, count: int, over: bool) -> None:
-        turn.landed, turn.over = count, over
 
     def _check_block(
         self, source: memoryview, target: memoryview | None, form: BlockForm, key: bytes
@@ -272,13 +243,6 @@ class NativeCopy:
     def check(self, sources: BlockViews, targets: BlockViews | None, form: BlockForm, keys: bytes) -> bytes:
         into = None if targets is None else targets.addresses
         return self._native.check(sources.addresses, into, sources.sizes, form, keys)
-
-    def check_landed(self, landing: Landing, turn: Turn, wait: bool) -> None:
-        views, form, keys, found = landing
-        self._native.check_landed(views.addresses, views.sizes, form, keys, found, turn, wait)
-
-    def landed(self, turn: Turn, count: int, over: bool) -> None:
-        self._native.landed(turn, count, over)
 
     def read_run(
         self, bufs: BlockViews, place: LayerPlace, checksums: bytes, k: torch.Tensor, v: torch.Tensor

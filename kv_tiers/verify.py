@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Sequence
 
-from kernels.blocks import Found, Turn
+from kernels.blocks import BlockForm, Found
 from kv_tiers import block_copy
 from kv_tiers.block import BlockFault, read_sealed_header
-from kv_tiers.block_copy import BlockViews, Buffer, Landing
+from kv_tiers.block_copy import BlockViews, Buffer
 from kv_tiers.keys import BlockKey
 
 
@@ -26,71 +24,30 @@ def whole_blocks(bufs: Sequence[Buffer], keys: Sequence[BlockKey]) -> list[bool]
     return [fault is None for fault in _faults(BlockViews(bufs), None, keys)]
 
 
-class LandingBlocks:
-    """`whole_blocks` of what lands in order, in pieces: one thread says so, and another may `follow`, with one call.
+class BlockCheck:
+    """`whole_blocks` again and again: of what form blocks are is read once. Thread safe."""
 
-    The one that lands them does what the other does not get round to, while the bytes are still in a cache.
-    """
+    def __init__(self) -> None:
+        self._form: BlockForm | None = None
 
-    def __init__(self, views: BlockViews, keys: Sequence[BlockKey], step: int) -> None:
-        """`step`: blocks that land at once."""
-        assert len(views) == len(keys)
-        self._views = views
-        self._keys = keys
-        self._step = step
-        self._copies = block_copy.chosen()
-        self._turn = Turn()
-        self._landing: Landing | None = None
-        self._opened = threading.Event()
-
-    def landed(self, count: int) -> None:
-        """So many leading blocks are there now."""
-        if self._landing is None:
-            self._landing = self._open()
-            self._opened.set()
-        self._copies.landed(self._turn, count, over=False)
-        if self._turn.landed - self._turn.taken >= 2 * self._step:
-            self._catch_up()
-
-    def end(self) -> None:
-        """No more will land. Returns when all that has is checked, but for the block that a follower is at."""
-        self._copies.landed(self._turn, self._turn.landed, over=True)
-        self._opened.set()
-        self._catch_up()
-
-    def follow(self) -> None:
-        """Check what lands until the end. For another thread."""
-        self._opened.wait()
-        if self._landing is not None:
-            self._copies.check_landed(self._landing, self._turn, wait=True)
-
-    def whole(self) -> list[bool]:
-        """Of those that have landed, whether they are the blocks of their keys. After the end."""
-        count = self._turn.landed
-        marks = bytes(count) if self._landing is None else bytes(self._landing.found[:count])
-        good = [True] * count
-        if marks.count(Found.GOOD) == count:
-            return good
-        # The rest is of another form, not finished, or bad.
-        rest = [index for index, mark in enumerate(marks) if mark != Found.GOOD]
-        for index, fault in zip(rest, self._faults_of(rest), strict=True):
+    def whole(self, views: BlockViews, keys: Sequence[BlockKey]) -> list[bool]:
+        """Of each buffer, whether it holds the block of its key."""
+        form = self._form
+        if form is None:
+            header = read_sealed_header(views[0])
+            form = self._form = None if isinstance(header, BlockFault) else header.layout.form
+        good = [True] * len(keys)
+        left: Sequence[int] = range(len(keys))
+        if form is not None:
+            marks = block_copy.chosen().check(views, None, form, b"".join([key.digest for key in keys]))
+            if marks.count(Found.GOOD) == len(keys):
+                return good
+            left = [index for index, mark in enumerate(marks) if mark != Found.GOOD]
+        # Of another form, or bad.
+        faults = _faults(views.pick(left), None, [keys[index] for index in left])
+        for index, fault in zip(left, faults, strict=True):
             good[index] = fault is None
         return good
-
-    def _catch_up(self) -> None:
-        if self._landing is not None:
-            self._copies.check_landed(self._landing, self._turn, wait=False)
-
-    def _faults_of(self, indexes: Sequence[int]) -> list[BlockFault | None]:
-        return _faults(self._views.pick(indexes), None, [self._keys[index] for index in indexes])
-
-    def _open(self) -> Landing | None:
-        """The first block says of what form they are. None: it is no block, so they are looked at one by one."""
-        header = read_sealed_header(self._views[0])
-        if isinstance(header, BlockFault):
-            return None
-        keys = b"".join([key.digest for key in self._keys])
-        return Landing(self._views, header.layout.form, keys, (ctypes.c_uint8 * len(self._keys))())
 
 
 def copy_verified(source: Buffer, target: Buffer, key: BlockKey) -> BlockFault | None:

@@ -118,7 +118,7 @@ class Cluster:
         import torch
 
         memory = torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8)
-        return SlabExchange(name, slab, slot_bytes, LocalWire(name, memory, self.fabric))
+        return SlabExchange(name, slab, slot_bytes, [LocalWire(name, memory, self.fabric)])
 
     async def kill(self, actor: Actor) -> None:
         """As SIGKILL, but that a killed process would leave its NVMe file as it is at any moment."""

@@ -19,7 +19,7 @@ from kv_tiers.books import SlotBooks
 from kv_tiers.slab import Slab
 from kv_tiers.store_lend import Loans
 from kv_tiers.store_ports import parted
-from kv_tiers.transfer.nixl import NixlWire
+from kv_tiers.transfer.nixl import slab_wires
 from kv_tiers.transfer.slab_peer import SlabExchange
 
 
@@ -29,8 +29,8 @@ def main(name: str, path: str, slots: int) -> None:
         books = SlotBooks(slots, SLOT_BYTES)
         loop = asyncio.new_event_loop()
         loans = Loans(books, loop.time)
-        wire = NixlWire(name, torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
-        exchange = SlabExchange(name, slab, SLOT_BYTES, wire)
+        wires = slab_wires(name, torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
+        exchange = SlabExchange(name, slab, SLOT_BYTES, wires)
         for line in sys.stdin:
             command = json.loads(line)
             answer: object = None

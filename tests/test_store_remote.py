@@ -10,7 +10,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +27,9 @@ from kv_tiers.slab import Slab
 from kv_tiers.store_lend import Loans
 from kv_tiers.store_ports import parted
 from kv_tiers.tier import Fetched
-from kv_tiers.transfer import slab_peer
+from kv_tiers.transfer import slab_reader
 from kv_tiers.transfer.local import LocalFabric, LocalWire
-from kv_tiers.transfer.nixl import NixlWire, unavailable
+from kv_tiers.transfer.nixl import slab_wires, unavailable
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
 from kv_tiers.transfer.slab_peer import SlabExchange, SlabPeer
 from kv_tiers.transfer.wire import Span, SpanTable
@@ -72,7 +74,9 @@ class LocalNode:
         self.memory = Memory(slots)
         self.books = SlotBooks(slots, SLOT_BYTES)
         self.loans = Loans(self.books, time.monotonic)
-        self.exchange = SlabExchange("b", self.memory, SLOT_BYTES, LocalWire("b", self.memory.tensor, fabric))
+        self.exchange = SlabExchange(
+            "b", self.memory, SLOT_BYTES, [LocalWire("b", self.memory.tensor, fabric)]
+        )
         self.given_back: list[int] = []
         self.change = lambda loan: loan
 
@@ -104,13 +108,32 @@ def lender(fabric):
     node.exchange.close()
 
 
-@pytest.fixture
-def borrower(fabric):
+def borrower_of(fabric: LocalFabric, wires: int) -> Iterator[SlabExchange]:
     memory = Memory(8)
-    exchange = SlabExchange("a", memory, SLOT_BYTES, LocalWire("a", memory.tensor, fabric))
+    lanes = [LocalWire(f"a{index}", memory.tensor, fabric) for index in range(wires)]
+    exchange = SlabExchange("a0", memory, SLOT_BYTES, lanes)
     exchange.memory = memory
     yield exchange
     exchange.close()
+
+
+@pytest.fixture(params=[1, 2])
+def borrower(fabric, request):
+    yield from borrower_of(fabric, request.param)
+
+
+@pytest.fixture
+def one_by_one(fabric, monkeypatch):
+    """A borrower with one wire, that reads block by block."""
+    monkeypatch.setattr(slab_reader, "READ_BYTES", SLOT_BYTES)
+    yield from borrower_of(fabric, 1)
+
+
+@pytest.fixture
+def two(fabric, monkeypatch):
+    """A borrower with two wires, that reads block by block."""
+    monkeypatch.setattr(slab_reader, "READ_BYTES", SLOT_BYTES)
+    yield from borrower_of(fabric, 2)
 
 
 def break_third(data: bytes) -> bytes:
@@ -148,19 +171,71 @@ async def test_a_block_that_is_not_whole_or_another_is_no_hit(lender, borrower):
 
 
 async def test_a_first_block_that_is_none_says_nothing_of_the_others(lender, borrower, monkeypatch):
-    monkeypatch.setattr(slab_peer, "READ_BYTES", 2 * SLOT_BYTES)
+    monkeypatch.setattr(slab_reader, "READ_BYTES", 2 * SLOT_BYTES)
     lender.memory.view(lender.books.offset_of(KEYS[0]), 8)[:] = bytes(8)
     assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [CORRUPT, *[HIT] * 4]
 
 
-async def test_many_loans_at_once_share_the_thread_that_checks(lender, borrower, monkeypatch):
-    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
+async def test_many_loans_at_once_do_not_meet(lender, borrower, monkeypatch):
+    monkeypatch.setattr(slab_reader, "READ_BYTES", SLOT_BYTES)
     lender.memory.view(lender.books.offset_of(KEYS[3]) + 5000, 1)[0] ^= 1
     peer = SlabPeer(borrower, lender)
     for _ in range(20):
         borrower.memory.tensor.fill_(0xEE)
         both = await asyncio.gather(peer.get(KEYS[:3], offsets(3)), peer.get(KEYS[3:5], offsets(5)[3:]))
         assert both == [[HIT] * 3, [CORRUPT, HIT]] and whole(borrower.memory, 3) == [True] * 3
+
+
+async def test_readers_share_a_loan_and_each_verifies_its_part(two, lender, monkeypatch):
+    both, took = threading.Barrier(2, timeout=10), []
+    for wire in [reader._wire for reader in two._readers]:
+
+        def read(peer, spans, post=wire.read, wire=wire):
+            if wire not in took:
+                both.wait()  # neither reads a second piece before the other has read one
+            took.append(wire)
+            return post(peer, spans)
+
+        monkeypatch.setattr(wire, "read", read)
+    lender.memory.view(lender.books.offset_of(KEYS[3]) + 5000, 1)[0] ^= 1
+    expected = [HIT, HIT, HIT, CORRUPT, HIT]
+    assert await SlabPeer(two, lender).get(KEYS[:5], offsets(5)) == expected
+    assert len(set(took)) == 2 and len(took) == 5 and whole(two.memory, 3) == [True] * 3
+
+
+async def test_a_reader_that_is_done_helps_the_other(two, lender, monkeypatch):
+    first, second = [reader._wire for reader in two._readers]
+    done, posts = threading.Event(), []
+    post_slowly, post_quickly = first.read, second.read
+
+    def slow(peer, spans):
+        assert done.wait(10)
+        return post_slowly(peer, spans)
+
+    def quick(peer, spans):
+        posts.append(spans)
+        if len(posts) == 4:
+            done.set()
+        return post_quickly(peer, spans)
+
+    monkeypatch.setattr(first, "read", slow)
+    monkeypatch.setattr(second, "read", quick)
+    assert await SlabPeer(two, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
+    assert len(posts) == 4, "two pieces of its own, and two of the other's"
+
+
+async def test_what_is_one_piece_has_one_reader_and_they_take_turns(two, lender, monkeypatch):
+    took = []
+    for wire in [reader._wire for reader in two._readers]:
+
+        def read(peer, spans, post=wire.read, wire=wire):
+            took.append(wire)
+            return post(peer, spans)
+
+        monkeypatch.setattr(wire, "read", read)
+    for _ in range(4):
+        assert await SlabPeer(two, lender).get(KEYS[:1], offsets(1)) == [HIT]
+    assert took[:2] == took[2:] and took[0] is not took[1]
 
 
 async def test_a_read_that_breaks_off_leaves_nobody_waiting(lender, borrower, monkeypatch):
@@ -184,36 +259,31 @@ def test_a_table_of_spans_is_its_spans():
     assert table.local.tolist() == [[4096, 10, 0], [0, 2**34, 0]] and not SpanTable.of([])
 
 
-async def test_pieces_behind_one_that_cannot_be_read_are_not_asked_for(lender, borrower, monkeypatch):
-    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
-
-    assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
-    borrower.memory.tensor.fill_(0xEE)
+async def test_pieces_behind_one_that_cannot_be_read_are_not_asked_for(lender, one_by_one, monkeypatch):
+    assert await SlabPeer(one_by_one, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
+    one_by_one.memory.tensor.fill_(0xEE)
     lender.change = break_third
-    assert await SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)) == [HIT, HIT, *[FAILED] * 3]
-    assert whole(borrower.memory, 2) == [True, True] and borrower.links == 0
-    assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
+    assert await SlabPeer(one_by_one, lender).get(KEYS[:5], offsets(5)) == [HIT, HIT, *[FAILED] * 3]
+    assert whole(one_by_one.memory, 2) == [True, True] and one_by_one.links == 0
+    assert set(one_by_one.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
 
 
 async def test_what_lands_behind_a_piece_that_failed_is_not_taken_for_it(
-    fabric, lender, borrower, monkeypatch
+    fabric, lender, one_by_one, monkeypatch
 ):
-    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
-
     lender.change = break_third
     fabric.freeze("b")  # so all pieces are posted before the first one is over
-    reading = asyncio.create_task(SlabPeer(borrower, lender).get(KEYS[:5], offsets(5)))
+    reading = asyncio.create_task(SlabPeer(one_by_one, lender).get(KEYS[:5], offsets(5)))
     await asyncio.sleep(0.1)
     fabric.thaw("b")
-    assert await reading == [HIT, HIT, *[FAILED] * 3] and borrower.links == 0
-    assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
+    assert await reading == [HIT, HIT, *[FAILED] * 3] and one_by_one.links == 0
+    assert set(one_by_one.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE}
 
 
 async def test_a_lender_that_freezes_between_two_pieces_leaves_what_came_before(
-    fabric, lender, borrower, monkeypatch
+    fabric, lender, one_by_one, monkeypatch
 ):
-    monkeypatch.setattr(slab_peer, "READ_BYTES", SLOT_BYTES)
-    post, posted = borrower._wire.read, []
+    post, posted = one_by_one._wire.read, []
 
     def freeze_at_third(peer, spans):
         posted.append(spans)
@@ -221,12 +291,12 @@ async def test_a_lender_that_freezes_between_two_pieces_leaves_what_came_before(
             fabric.freeze("b")
         return post(peer, spans)
 
-    monkeypatch.setattr(borrower._wire, "read", freeze_at_third)
-    peer = SlabPeer(borrower, lender, timeout_s=0.2)
+    monkeypatch.setattr(one_by_one._wire, "read", freeze_at_third)
+    peer = SlabPeer(one_by_one, lender, timeout_s=0.2)
     assert await peer.get(KEYS[:5], offsets(5)) == [HIT, HIT, *[FAILED] * 3]
     assert len(posted) == 5, "nobody waits for one piece before the next is asked for"
     fabric.thaw("b")
-    assert set(borrower.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE} and borrower.links == 0
+    assert set(one_by_one.memory.view(2 * SLOT_BYTES, 3 * SLOT_BYTES)) == {0xEE} and one_by_one.links == 0
 
 
 async def test_nonsense_from_a_lender_and_no_answer_are_failures(lender, borrower):
@@ -251,15 +321,14 @@ async def test_a_loan_of_an_earlier_life_reads_nothing(fabric, lender, borrower)
 
 
 async def test_a_loan_that_is_over_at_the_end_of_the_read_is_a_failure(lender, borrower, monkeypatch):
-    slow = borrower._read_pieces
+    landed = slab_reader.Reading.landed
 
-    def read(*what):
-        answers = slow(*what)
+    def late(reading, piece):
+        landed(reading, piece)
+        assert HIT in reading.answers
         time.sleep(0.06)
-        assert answers == [HIT, HIT]
-        return answers
 
-    monkeypatch.setattr(borrower, "_read_pieces", read)
+    monkeypatch.setattr(slab_reader.Reading, "landed", late)
     lender.change = lambda data: replace(SlabLoan.from_bytes(data), ttl_s=0.05).to_bytes()
     assert await SlabPeer(borrower, lender).get(KEYS[:2], offsets(2)) == [FAILED] * 2
 
@@ -276,14 +345,14 @@ async def test_a_frozen_lender_costs_a_deadline_and_nothing_lands_afterwards(fab
 
 
 async def test_all_who_read_from_a_frozen_lender_wait_until_none_of_them_can_be_written_to(
-    fabric, lender, borrower
+    fabric, lender, one_by_one
 ):
     fabric.freeze("b")
-    quick = asyncio.create_task(SlabPeer(borrower, lender, timeout_s=0.1).get(KEYS[:1], offsets(1)))
-    slow = asyncio.create_task(SlabPeer(borrower, lender, timeout_s=0.5).get(KEYS[1:2], [SLOT_BYTES]))
+    quick = asyncio.create_task(SlabPeer(one_by_one, lender, timeout_s=0.1).get(KEYS[:1], offsets(1)))
+    slow = asyncio.create_task(SlabPeer(one_by_one, lender, timeout_s=0.5).get(KEYS[1:2], [SLOT_BYTES]))
     await asyncio.sleep(0.3)
     assert not quick.done(), "the peer is still connected for the other's sake"
-    assert await quick == [FAILED] and await slow == [FAILED] and borrower.links == 0
+    assert await quick == [FAILED] and await slow == [FAILED] and one_by_one.links == 0
 
 
 async def test_a_cancelled_read_returns_only_when_it_is_over(fabric, lender, borrower):
@@ -327,8 +396,8 @@ class RemoteNode:
 async def test_blocks_come_by_nixl_from_a_process_that_may_freeze_and_die(tmp_path):
     lender = RemoteNode(tmp_path)
     slab = Slab.create(tmp_path / "a.kvslab", 8 * SLOT_BYTES)
-    wire = NixlWire("a", torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
-    exchange = SlabExchange("a", slab, SLOT_BYTES, wire)
+    wires = slab_wires("a", torch.frombuffer(slab.view(0, slab.nbytes), dtype=torch.uint8))
+    exchange = SlabExchange("a", slab, SLOT_BYTES, wires)
     try:
         assert lender.ask(do="write", blocks=list(range(6))) == 6
         peer = SlabPeer(exchange, lender, timeout_s=10)
@@ -344,9 +413,12 @@ async def test_blocks_come_by_nixl_from_a_process_that_may_freeze_and_die(tmp_pa
         took = time.monotonic() - began
         # On one machine the kernel copies for a frozen process; across machines nobody would answer.
         assert took < 5 and all(
-            (answer is HIT) == there for answer, there in zip(frozen, whole(slab, 6), strict=True)
+            there for answer, there in zip(frozen, whole(slab, 6), strict=True) if answer is HIT
         )
+        slab.view(0, slab.nbytes)[:] = bytes(slab.nbytes)
         os.kill(lender.process.pid, signal.SIGCONT)
+        await asyncio.sleep(0.3)
+        assert not any(slab.view(0, slab.nbytes)), "what was given up does not land later"
 
         lender.process.kill()
         lender.process.wait()

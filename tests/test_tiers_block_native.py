@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from kv_tiers import block_copy
 from kv_tiers.block import BlockFault, BlockLayout, open_block, read_layer_run, write_run
 from kv_tiers.block_copy import BlockCopy, BlockViews, NativeCopy, PythonCopy
 from kv_tiers.keys import Fingerprint, block_keys
-from kv_tiers.verify import LandingBlocks, copy_verified, copy_whole_blocks, verify_block, whole_blocks
+from kv_tiers.verify import BlockCheck, copy_verified, copy_whole_blocks, verify_block, whole_blocks
 
 NATIVE = blocks.load()
 PORTABLE = blocks.load(("-DKVTIDE_WIDTH=4",))
@@ -214,23 +212,7 @@ def test_each_block_of_a_batch_is_judged_for_itself(copies):
     assert whole_blocks([], []) == copy_whole_blocks([], [], []) == []
 
 
-def landed_in_steps(views: BlockViews, keys, step: int, count: int, *, followed: bool) -> list[bool]:
-    """What `LandingBlocks` says of the first `count`, with another thread's help or without."""
-    with ThreadPoolExecutor(1) as threads:
-        blocks = LandingBlocks(views, keys, step)
-        following = threads.submit(blocks.follow) if followed else None
-        for landed in range(step, count + 1, step):
-            blocks.landed(landed)
-        blocks.end()
-        whole = blocks.whole()  # while the other may still be at one of them
-        if following is not None:
-            following.result(timeout=10)
-    assert blocks.whole() == whole
-    return whole
-
-
-@pytest.mark.parametrize("followed", [True, False])
-def test_blocks_that_land_in_steps_are_judged_as_all_at_once(copies, followed):
+def test_blocks_that_are_checked_in_parts_are_judged_as_all_at_once(copies):
     bufs, names, *_ = written(SMOL, 40)
     wide, wide_names, *_ = written(WIDE, 2, seed=5)
     bufs[7][SMOL.layer_offset(2)] ^= 4
@@ -238,28 +220,16 @@ def test_blocks_that_land_in_steps_are_judged_as_all_at_once(copies, followed):
     names[31] = names[30]
     keys = [*names[:32], *wide_names, *names[34:]]
     views = BlockViews([*bufs[:32], *wide, *bufs[34:]])
-    expected = [index not in (7, 19, 31) for index in range(36)]
-    assert landed_in_steps(views, keys, 4, 36, followed=followed) == expected, "the rest has not landed"
-    bufs[0][0] ^= 1
-    assert landed_in_steps(views, keys, 6, 36, followed=followed) == [False, *expected[1:]]
-    assert landed_in_steps(views, keys, 4, 0, followed=followed) == []
-
-
-def test_no_block_is_looked_at_before_it_has_landed(copies):
-    bufs, names, *_ = written(SMOL, 30)
-    size = len(bufs[0])
-    arena = memoryview(mmap.mmap(-1, 30 * size))
-    offsets = [slot * size for slot in np.random.default_rng(3).permutation(30).tolist()]
-    with ThreadPoolExecutor(1) as threads:
-        blocks = LandingBlocks(BlockViews.within(arena, offsets, size), names, 3)
-        following = threads.submit(blocks.follow)
-        for index, offset in enumerate(offsets):
-            time.sleep(0.001)
-            arena[offset : offset + size] = bufs[index]
-            blocks.landed(index + 1)
-        blocks.end()
-        following.result(timeout=10)
-    assert blocks.whole() == [True] * 30
+    expected = [index not in (7, 19, 31) for index in range(40)]
+    for step in (1, 4, 7, 40):
+        check, found = BlockCheck(), []
+        for at in range(0, 40, step):
+            found += check.whole(views[at : at + step], keys[at : at + step])
+        assert found == expected
+    bufs[0][0] ^= 1  # the first says of no form
+    check = BlockCheck()
+    assert check.whole(views[:4], keys[:4]) == [False, True, True, True]
+    assert check.whole(views, keys) == [False, *expected[1:]]
 
 
 def test_views_at_offsets_of_one_memory_are_that_memory(copies):

@@ -3,10 +3,8 @@
 // A slot may be overwritten while it is read. So bytes are copied first, and the copy is what the checksum is compared
 // with and what goes on; nobody looks at the slot twice.
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <new>
-#include <thread>
 
 #include "scratch.h"
 #include "tile.h"
@@ -172,23 +170,6 @@ Found check_block(const Form& form, const uint8_t* from, uint8_t* to, int64_t si
     return GOOD;
 }
 
-// Blocks that become readable one after the other, and are checked by several threads: how many there are, how many of
-// them somebody has taken, and whether no more will come.
-struct Turn {
-    int64_t landed, taken, over;
-};
-
-// The next block to check, or -1.
-int64_t take(Turn* turn) {
-    int64_t next = __atomic_load_n(&turn->taken, __ATOMIC_RELAXED);
-    do {
-        if (next >= __atomic_load_n(&turn->landed, __ATOMIC_ACQUIRE)) return -1;
-    } while (!__atomic_compare_exchange_n(&turn->taken, &next, next + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
-    return next;
-}
-
-constexpr std::chrono::microseconds SHORTEST_WAIT(30), LONGEST_WAIT(1000);
-
 }  // namespace
 }  // namespace kvtide
 
@@ -206,30 +187,6 @@ extern "C" int kvtide_check_blocks(const uint8_t* const* from, uint8_t* const* t
     for (int64_t i = 0; i < blocks; ++i)
         found[i] = check_block(*form, from[i], to ? to[i] : nullptr, sizes[i], keys + KEY_BYTES * i, raw, large);
     if (large) fence();
-    return OK;
-}
-
-// The same of blocks that land meanwhile, in turn with other threads. Returns when all that have landed are taken, and
-// with `wait`, only when no more will.
-extern "C" int kvtide_check_landed(const uint8_t* const* from, const int64_t* sizes, const uint8_t* keys,
-                                   uint8_t* found, const Form* form, Turn* turn, int wait) {
-    uint8_t* raw = scratch(form->bytes);
-    if (!raw) return NO_MEMORY;
-    auto pause = SHORTEST_WAIT;
-    while (true) {
-        const bool over = __atomic_load_n(&turn->over, __ATOMIC_ACQUIRE);
-        for (int64_t i; (i = take(turn)) >= 0; pause = SHORTEST_WAIT)
-            found[i] = check_block(*form, from[i], nullptr, sizes[i], keys + KEY_BYTES * i, raw, false);
-        if (over || !wait) return OK;
-        std::this_thread::sleep_for(pause);
-        pause = std::min(pause * 3 / 2, LONGEST_WAIT);
-    }
-}
-
-// More has landed; `over`: and that is all.
-extern "C" int kvtide_landed(Turn* turn, int64_t landed, int64_t over) {
-    __atomic_store_n(&turn->landed, landed, __ATOMIC_RELEASE);
-    __atomic_store_n(&turn->over, over, __ATOMIC_RELEASE);
     return OK;
 }
 

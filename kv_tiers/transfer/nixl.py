@@ -38,6 +38,7 @@ from kv_tiers.transfer.wire import Read, Span, SpanTable, Step, Wire
 # CUDA.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _STEPS = {"DONE": Step.DONE, "PROC": Step.PENDING, "ERR": Step.FAILED}
+_SLAB_WIRES = 2
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -228,6 +229,11 @@ class NixlWire(Wire):
     def step_of(self, error: Exception) -> Step:
         """LOST for a disconnected peer, FAILED for everything else."""
         return Step.LOST if isinstance(error, self._errors.nixlRemoteDisconnectError) else Step.FAILED
+
+
+def slab_wires(name: str, memory: torch.Tensor) -> list[NixlWire]:
+    """Wires over one slab: as many as read it at the same time, where there are processors for them."""
+    return [NixlWire(name, memory) for _ in range(min(_SLAB_WIRES, len(os.sched_getaffinity(0))))]
 
 
 class NixlEndpoint(StagedEndpoint):

@@ -1,38 +1,32 @@
-"""Blocks straight from another node's CPU slab into our own: lending, and borrowing, over a `Wire` on the slab.
+"""Blocks straight from another node's CPU slab into our own: lending, and borrowing, over `Wire`s on the slab.
 
 The lender pins the blocks and says where they lie (`slab_loan`); the borrower reads them one-sided, verifies its copy
-(`LandingBlocks`), and gives the loan back. A lender that dies, freezes or forgets costs the borrower a deadline, never
+(`slab_reader`), and gives the loan back. A lender that dies, freezes or forgets costs the borrower a deadline, never
 a wrong byte: what was read is compared with its key and checksums after the read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from kv_tiers.block_copy import BlockViews
 from kv_tiers.keys import BlockKey
 from kv_tiers.store_ports import Loan, joined
 from kv_tiers.tier import BlockMemory, Fetched
-from kv_tiers.transfer.slab_links import Link, Links
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
-from kv_tiers.transfer.wire import Read, SpanTable, Step, Wire
-from kv_tiers.verify import LandingBlocks
-
-READ_BYTES = 4 << 20
-"""One read: large enough to be worth its call, small enough to be verified while it is still in a cache."""
+from kv_tiers.transfer.slab_reader import Reading, SlabReader
+from kv_tiers.transfer.wire import Wire
 
 BUSY_POLL_S = 0.0003
 IDLE_POLL_S = 0.25
 
-_SHORTEST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 500e-6
+_READING_AT_ONCE = 8
+"""Loans. More wait; a lender that freezes holds one until its deadline."""
 
 
 class Lender(Protocol):
@@ -58,20 +52,18 @@ class SlabExchange:
         name: str,
         memory: BlockMemory,
         slot_bytes: int,
-        wire: Wire,
+        wires: Sequence[Wire],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`memory`: the slab that `wire` reads from and lands in; `clock`: monotonic seconds."""
+        """`memory`: the slab that all `wires` land in; the first of them lends it. `clock`: monotonic seconds."""
         self.name = name
         self.slot_bytes = slot_bytes
         self._memory = memory
-        self._wire = wire
+        self._wire = wires[0]
         self._clock = clock
-        self._links = Links(wire)
-        self._checking = ThreadPoolExecutor(1, "slab-check")
-        # NIXL may copy inside a call that posts, and others wait until it is over: whoever frees a handle, with the
-        # GIL. So one posts at a time, and handles are freed by the next who does.
-        self._posting = threading.Lock()
+        self._readers = [SlabReader(wire, clock) for wire in wires]
+        self._turns = itertools.cycle(range(len(wires)))
+        self._threads = ThreadPoolExecutor(_READING_AT_ONCE * len(wires), "slab-read")
         self._lent = False
         self._woken = threading.Event()
         self._closing = False
@@ -81,7 +73,7 @@ class SlabExchange:
     @property
     def links(self) -> int:
         """Peers connected; a gauge."""
-        return self._links.count
+        return max(reader.links for reader in self._readers)
 
     def lent(self, count: int) -> None:
         """So many loans are open now."""
@@ -102,100 +94,36 @@ class SlabExchange:
             more=loan.more,
         ).to_bytes()
 
-    def read(
+    async def read(
         self, loan: SlabLoan, keys: Sequence[BlockKey], offsets: Sequence[int], timeout_s: float
     ) -> list[Fetched]:
-        """Read the loan's blocks to our offsets and verify them. BLOCKS: for a worker thread.
+        """Read the loan's blocks to our offsets and verify them.
 
-        Returns when nothing of it can land any more: a read that is over time dooms the connection, and waits until
-        the last user has left it.
+        Returns when nothing of it can land any more, also when it is cancelled.
         """
+        if loan.slot_bytes != self.slot_bytes or not keys:
+            return [Fetched.FAILED] * len(keys)
         began = self._clock()
         until = began + min(timeout_s, loan.ttl_s)
-        if loan.slot_bytes != self.slot_bytes:
-            return [Fetched.FAILED] * len(keys)
-        with self._links.using(loan.peer, loan.metadata) as link:
-            answers = [] if link is None else self._read_pieces(link, loan, keys, offsets, until)
+        reading = Reading(loan, keys, offsets, self._memory, until, len(self._readers))
+        first = next(self._turns)
+        readers = (self._readers * 2)[first : first + reading.parts]
+        await _to_their_end(
+            [self._threads.submit(reader.work, reading, part) for part, reader in enumerate(readers)]
+        )
         if self._clock() >= began + loan.ttl_s:
-            answers = []  # the slots may have been others' before the end: not even a verified copy counts
-        return answers + [Fetched.FAILED] * (len(keys) - len(answers))
+            # The slots may have been others' before the end: not even a verified copy counts.
+            return [Fetched.FAILED] * len(keys)
+        return reading.answers
 
     def close(self) -> None:
         """Leave the transport."""
         self._closing = True
         self._woken.set()
         self._poller.join()
-        self._checking.shutdown()
-        self._links.close()
-        self._wire.close()
-
-    def _read_pieces(
-        self, link: Link, loan: SlabLoan, keys: Sequence[BlockKey], offsets: Sequence[int], until: float
-    ) -> list[Fetched]:
-        """One answer per key. All pieces are posted at once: nobody waits for the lender between two of them."""
-        step = max(1, READ_BYTES // self.slot_bytes)
-        spans = SpanTable.columns(loan.addresses, offsets, self.slot_bytes)
-        landing: deque[tuple[slice, Read]] = deque()
-        good = True
-        with self._checked(keys, offsets, step) as blocks:
-            # All of one loan before the next: two that took turns would be read, and then verified, at the same time.
-            with self._posting:
-                for at in range(0, len(keys), step):
-                    if not good or link.doomed or self._clock() >= until:
-                        break
-                    piece = slice(at, min(at + step, len(keys)))
-                    link.free()
-                    landing.append((piece, self._wire.read(link.peer, spans[piece])))
-                    good = self._take_landed(link, landing, blocks)
-            while good and landing:
-                good = self._wait(link, landing, blocks, until)
-            link.pending += [read for _, read in landing]
-        answers = [Fetched.HIT if whole else Fetched.CORRUPT for whole in blocks.whole()]
-        return answers + [Fetched.FAILED] * (len(keys) - len(answers))
-
-    @contextmanager
-    def _checked(
-        self, keys: Sequence[BlockKey], offsets: Sequence[int], step: int
-    ) -> Iterator[LandingBlocks]:
-        """What lands inside is verified outside; meanwhile too, where there is a processor for the other thread.
-
-        Nobody waits for that thread: it only reads, and what it has not finished is done again.
-        """
-        start = min(offsets)
-        memory = self._memory.view(start, max(offsets) + self.slot_bytes - start)
-        views = BlockViews.within(memory, [offset - start for offset in offsets], self.slot_bytes)
-        blocks = LandingBlocks(views, keys, step)
-        following = self._checking.submit(blocks.follow)
-        try:
-            yield blocks
-        finally:
-            blocks.end()
-            following.cancel()
-
-    def _take_landed(self, link: Link, landing: deque[tuple[slice, Read]], blocks: LandingBlocks) -> bool:
-        """Remove the leading reads that are over, up to one that failed. False: one did."""
-        while landing and (step := landing[0][1].state()) is not Step.PENDING:
-            piece, read = landing.popleft()
-            link.over.append(read)
-            if step is not Step.DONE:
-                link.doomed = True
-                return False
-            blocks.landed(piece.stop)
-        return True
-
-    def _wait(
-        self, link: Link, landing: deque[tuple[slice, Read]], blocks: LandingBlocks, until: float
-    ) -> bool:
-        """Wait for the next reads that are over. False: one failed, or the deadline is over."""
-        pause, before = _SHORTEST_PAUSE_S, len(landing)
-        while self._take_landed(link, landing, blocks):
-            if len(landing) < before:
-                return True
-            if self._clock() >= until:
-                return False
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
-        return False
+        self._threads.shutdown()
+        for reader in self._readers:
+            reader.close()
 
     def _poll_for_ever(self) -> None:
         while not self._closing:
@@ -226,7 +154,7 @@ class SlabPeer:
             return [Fetched.FAILED] * len(keys)
         run = min(len(loan.addresses), len(keys))
         try:
-            answers = await _to_its_end(self._exchange.read, loan, keys[:run], offsets[:run], self._timeout_s)
+            answers = await self._exchange.read(loan, keys[:run], offsets[:run], self._timeout_s)
         finally:
             self._lender.give_back(loan.lease)
         # Of the blocks that were not lent, the lender says only of the first whether it has it.
@@ -234,23 +162,16 @@ class SlabPeer:
         return answers + first + [Fetched.FAILED] * (len(keys) - run - len(first))
 
 
-async def _to_its_end(
-    read: Callable[[SlabLoan, Sequence[BlockKey], Sequence[int], float], list[Fetched]],
-    loan: SlabLoan,
-    keys: Sequence[BlockKey],
-    offsets: Sequence[int],
-    timeout_s: float,
-) -> list[Fetched]:
-    """Run in a thread; cancelled, still return only after it: until then it may write to the slots."""
-    if not keys:
-        return []
-    work = asyncio.ensure_future(asyncio.to_thread(read, loan, keys, offsets, timeout_s))
+async def _to_their_end(works: Sequence[Future[None]]) -> None:
+    """Wait for all, also when cancelled: until then they may write to the slots."""
+    waiting = [asyncio.wrap_future(work) for work in works]
     cancelled: asyncio.CancelledError | None = None
-    while not work.done():
+    while not all(work.done() for work in waiting):
         try:
-            await asyncio.wait([work])
+            await asyncio.wait(waiting)
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return work.result()
+    failures = [failure for work in waiting if (failure := work.exception()) is not None]
+    for failure in [cancelled, *failures]:
+        if failure is not None:
+            raise failure
