@@ -48,11 +48,11 @@ THROUGHPUT_TARGETS = {"cpu": 0.7, "nvme": 0.8, "redis": 0.6, "remote": 0.8}
 
 
 @contextmanager
-def tiered_service(folder: Path, tier_gib: float) -> Iterator[OwnService]:
+def tiered_service(folder: Path, tier_gib: float, admission: str = "always") -> Iterator[OwnService]:
     """A service with all tiers, and the Redis it uses."""
     with RedisProcess(folder, persistent=True) as redis:
         options = {
-            "threads": 1, "admission": "always", "cpu_tier_gib": tier_gib, "nvme_tier_gib": tier_gib,
+            "threads": 1, "admission": admission, "cpu_tier_gib": tier_gib, "nvme_tier_gib": tier_gib,
             "nvme_tier_folder": folder, "redis_url": redis.url, "redis_tier_gib": tier_gib,
         }  # fmt: skip
         with OwnService(folder, options) as service:
@@ -153,10 +153,12 @@ def measure_throughput(folder: Path, quick: bool) -> Figures:
 def measure_write_down(folder: Path, size: int, quick: bool) -> Figures:
     """What the write-down costs a stream; prints a line."""
     tokenizer = AutoTokenizer.from_pretrained(ensure_weights("demo"))
-    with tiered_service(folder, 2.0) as service:
-        figures = measure_spill(service, tokenizer, size, 1 if quick else 3)
+    nothing = folder / "control"
+    nothing.mkdir()
+    with tiered_service(folder, 2.0) as service, tiered_service(nothing, 2.0, "never") as control:
+        figures = measure_spill(service, control, tokenizer, size, 2 if quick else 7)
     slower = figures["step_slowdown_while_spilling"]
-    print(f"\ntime per token while {size} tokens are written down / after: {slower:.3f}")
+    print(f"\ntime per token while {size} tokens are written down / while they are not: {slower:.3f}")
     return figures
 
 

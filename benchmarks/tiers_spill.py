@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,32 +16,43 @@ from benchmarks.own_service import OwnService
 from benchmarks.streams import Kv, Stream, body, client_of, run_alone
 
 FULL: Kv = {"policy": "full"}
-_WINDOW_S = 1.5
-"""From a document's first token on. Its write-down (130 MB to each tier for 6,144 tokens) begins there."""
-
-_TIERS = ("cpu", "nvme", "redis")
+_LOWER = ("nvme", "redis")
+_WINDOW_S_PER_TOKEN = 5e-4
 
 
 def measure_spill(
-    service: OwnService, tokenizer: PreTrainedTokenizerBase, size: int, rounds: int
+    spilling: OwnService, control: OwnService, tokenizer: PreTrainedTokenizerBase, size: int, rounds: int
 ) -> dict[str, float]:
-    """Time per token of one stream in the time in which a document is written to all tiers, over the time after that.
+    """Time per token of one stream while a document is written to all tiers, over the same where nothing is written.
 
-    Figures: `step_slowdown_while_spilling` (median of rounds), `spilled_mb` (of one round, both lower tiers).
+    Counted from the document's first token on, for as long as most of its write-down takes beside a stream; nobody
+    polls meanwhile. `control` differs in `admission=never` only, and the two take turns: what else a document brings
+    (its own step, the copy into the slab, pages) is in both. Figures: `step_slowdown_while_spilling` (ratio of medians
+    over rounds), `step_ms_control`, `spilled_mb` (in a round's window, to both lower tiers).
     """
     corpus = Corpus(tokenizer)
-    ratios, written = [], []
+    seconds = size * _WINDOW_S_PER_TOKEN
+    found: dict[OwnService, list[_Round]] = {spilling: [], control: []}
     for number in range(rounds):
-        found = asyncio.run(_round(service, corpus, size, f"spill-{time.time_ns()}-{number}"))
-        ratios.append(found[0])
-        written.append(found[1])
+        for service, list_ in found.items():
+            salt = f"spill-{time.time_ns()}-{number}"
+            list_.append(asyncio.run(_round(service, corpus, size, salt, seconds)))
+    during, otherwise = (statistics.median(each.step_s for each in list_) for list_ in found.values())
     return {
-        "step_slowdown_while_spilling": round(statistics.median(ratios), 3),
-        "spilled_mb": round(statistics.median(written), 1),
+        "step_slowdown_while_spilling": round(during / otherwise, 3),
+        "step_ms_control": round(1e3 * otherwise, 1),
+        "spilled_mb": round(statistics.median(each.nbytes for each in found[spilling]) / 1e6, 1),
     }
 
 
-async def _round(service: OwnService, corpus: Corpus, size: int, salt: str) -> tuple[float, float]:
+class _Round(NamedTuple):
+    """Mean time per token in a window, and the bytes that were written in it."""
+
+    step_s: float
+    nbytes: float
+
+
+async def _round(service: OwnService, corpus: Corpus, size: int, salt: str, seconds: float) -> _Round:
     target = service.service()
     stream = Stream()
     async with client_of(target) as client:
@@ -51,22 +63,17 @@ async def _round(service: OwnService, corpus: Corpus, size: int, salt: str) -> t
         before = service.gauges()
         await asyncio.to_thread(run_alone, target, body(target, corpus.take(size), 1, FULL, salt))
         began = time.perf_counter()
-        await asyncio.sleep(_WINDOW_S)
+        await asyncio.sleep(seconds)
         ended = time.perf_counter()
-        for tier in _TIERS:
-            held = int(before.get(f"{tier}_tier_blocks", 0))
-            await asyncio.to_thread(service.wait_written, held + size // 16 - 1, (tier,))
-        quiet = time.perf_counter()
-        await asyncio.sleep(2 * _WINDOW_S)
         after = service.gauges()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    during, later = _gaps(stream.times, began, ended), _gaps(stream.times, quiet, time.perf_counter())
-    if not during or not later:
+    gaps = _gaps(stream.times, began, ended)
+    if not gaps:
         raise SystemExit(f"the stream ended too early, after {len(stream.times)} tokens")
-    names = [f"{tier}_tier_bytes_written" for tier in _TIERS[1:]]
-    spilled = sum(after.get(name, 0) - before.get(name, 0) for name in names)
-    return statistics.mean(during) / statistics.mean(later), spilled / 1e6
+    names = [f"{tier}_tier_bytes_written" for tier in _LOWER]
+    nbytes = sum(after.get(name, 0) - before.get(name, 0) for name in names)
+    return _Round(statistics.mean(gaps), nbytes)
 
 
 def _gaps(times: Sequence[float], began: float, ended: float) -> list[float]:

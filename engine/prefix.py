@@ -9,6 +9,7 @@ computed behind them is kept: only what is exact goes under exact keys.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,11 +67,20 @@ class PrefixCache:
     `owner` names this replica in the tier's leases, so that a dead one's are reclaimed.
     """
 
-    def __init__(self, spec: ModelSpec, tier: BlockStore, slab: BlockMemory, owner: str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tier: BlockStore,
+        slab: BlockMemory,
+        owner: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: monotonic seconds."""
         self.spec = spec
         self.tier = tier
         self.slab = slab
         self.owner = owner
+        self._clock = clock
         self.counters = PrefixCounters()
 
     def keys(self, prompt: Sequence[int], tenant: str | None) -> list[BlockKey]:
@@ -112,9 +122,11 @@ class PrefixCache:
         self.counters.tokens_asked += limit
         if not wanted:
             return None
+        began = self._clock()
         found = self._read(wanted, worth_s)
         if at_rest is not AtRest.EXACT and found.blocks < len(wanted):
-            found = self._extended(found, wanted, worth_s, at_rest)
+            left_s = max(0.0, worth_s - (self._clock() - began))
+            found = self._extended(found, wanted, left_s, at_rest)
         if found.blocks:
             return found
         self.tier.complete_read(found.lease)

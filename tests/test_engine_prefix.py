@@ -12,6 +12,7 @@ from tiny_models import FULL, local_engine, one_thread, request, snapkv, tiny, t
 
 from engine.prefill import PrefillEngine, PrefillJob, run_to_end
 from engine.prefix import PrefixCache
+from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.slab import Slab
 
@@ -252,3 +253,19 @@ def test_prompt_log_probabilities_compute_everything_and_equal_transformers(make
         assert found.token_id == prompt[place + 1]
         assert found.logprob == pytest.approx(float(truth[place, found.token_id]), abs=1e-4)
         assert [token for token, _ in found.top] == truth[place].topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize(("took_s", "left_s"), [(0.0, 9.0), (4.0, 5.0), (30.0, 0.0)])
+def test_who_also_takes_lossy_blocks_waits_no_longer_than_all_of_it_is_worth(make_cache, took_s, left_s):
+    cache, now, worths = make_cache(), [100.0], []
+    cache._clock = lambda: now[0]
+    look = cache.tier.prepare_read
+
+    def slow(keys, owner, worth_s):
+        now[0] += took_s
+        worths.append(worth_s)
+        return look(keys, owner, worth_s=worth_s)
+
+    cache.tier.prepare_read = slow
+    assert cache.open(cache.keys(tokens_of(64), None), 64, 9.0, AtRest.INT8) is None
+    assert worths == [9.0, left_s]
