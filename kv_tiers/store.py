@@ -213,7 +213,7 @@ class TieredStore:
                 self._books.drop([*made])
                 self._books.revoke([*keys, *made])
                 self._pins.forget(CPU, gone)
-            await self._spill.forget(gone if slab else ())
+            await self._spill.forget(gone, tiers, leaving=slab)
             for tier in self.lower:
                 if _named(tier.name, tiers) and tier in self._lower:
                     self._pins.forget(tier.name, gone)
@@ -232,7 +232,7 @@ class TieredStore:
                 cleared[CPU] = Cleared(self._books.stats().visible, 0)
                 self._books.clear()
                 self._pins.forget(CPU)
-                await self._spill.forget()
+            await self._spill.forget(None, tiers, leaving=slab)
             for tier in self.lower:
                 if _named(tier.name, tiers) and tier in self._lower:
                     before = tier.stats().visible

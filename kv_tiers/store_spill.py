@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kv_tiers.at_rest import AtRest
@@ -83,6 +83,9 @@ class Spill:
         self._work = asyncio.Event()
         self._writing = asyncio.Lock()
         self._copying: dict[BlockKey, int] = {}  # the batch that is being written, and where its blocks lie
+        self._unwanted: dict[
+            str, set[BlockKey]
+        ] = {}  # tier → those of the batch that are to be there no more
         self._rushing = 0
         self._task: asyncio.Task[None] | None = None
         self.counters = SpillCounters()
@@ -142,12 +145,26 @@ class Spill:
         finally:
             self._rushing -= 1
 
-    async def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
-        """Write these (None: all) down no more; returns when they are not being written either, or after a while."""
-        gone = [*self._queue, *self._copying] if keys is None else keys
-        for key in gone:
-            self._queue.pop(key, None)
-            self._copying.pop(key, None)
+    async def forget(
+        self,
+        keys: Collection[BlockKey] | None = None,
+        tiers: Sequence[str] | None = None,
+        *,
+        leaving: bool = True,
+    ) -> None:
+        """What of these (None: all) is being written into these tiers (None: all) is to be there no more. `leaving`:
+        they leave the slab as well, so nobody writes them down any more.
+
+        Returns when the tiers are done with them, or after a while: what lands there later is taken away again.
+        """
+        for tier in self._lower:
+            if tiers is None or tier.name in tiers:
+                gone = self._copying.keys() if keys is None else self._copying.keys() & keys
+                self._unwanted.setdefault(tier.name, set()).update(gone)
+        if leaving:
+            for key in [*self._queue, *self._copying] if keys is None else keys:
+                self._queue.pop(key, None)
+                self._copying.pop(key, None)
         with suppress(TimeoutError):
             async with asyncio.timeout(_FORGET_S), self._writing:
                 pass
@@ -274,7 +291,7 @@ class Spill:
                 for key in self._copying.keys() - kept:
                     self._settle(key, self._clock())
             finally:
-                self._copying = {}
+                self._copying, self._unwanted = {}, {}
                 self._books.complete_read(lease.id)
                 self._books.unprotect([*batch])
                 self.counters.seconds += self._clock() - began
@@ -296,6 +313,9 @@ class Spill:
             views = [self._memory.view(self._copying[key], self._books.slot_bytes) for key in keys]
             answers = await tier.put(keys, views, tenant=tenant)
             kept.update(key for key, answer in zip(keys, answers, strict=True) if answer in _KEPT)
+            if late := [key for key in keys if key in self._unwanted.get(tier.name, ())]:
+                await tier.drop(late)
+                kept.difference_update(late)
             stored = answers.count(Stored.STORED)
             self.counters.written += stored
             self.counters.nbytes += stored * self._books.slot_bytes

@@ -1,4 +1,4 @@
-"""The tiered store on virtual time: the write-down, loans, pins and commands; and everything at once."""
+"""The tiered store on virtual time: the write-down, and everything at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from store_stand import SLOT, DictTier, Stand, content, key, keys, run
 
 from kv_tiers import store_fetch, store_spill
 from kv_tiers.directory import Place
-from kv_tiers.store_lend import LOAN_S
-from kv_tiers.store_ports import Cleared
 from kv_tiers.tier import Fetched, Stored
 
 CHAIN = keys(*range(8))
@@ -202,150 +200,6 @@ def test_the_write_down_rests_more_the_busier_the_machine():
     idle, busy = run(lambda: work(1.0)), run(lambda: work(0.0))
     assert idle == pytest.approx(4 * 0.1 + 3 * 0.025, abs=0.03)
     assert busy == pytest.approx(4 * 0.1 + 3 * 0.4, abs=0.03)
-
-
-def test_loans_end_when_given_back_or_over():
-    async def work():
-        nvme = DictTier("nvme")
-        stand = Stand(16, nvme)
-        await stand.write(CHAIN[:4])
-        nvme.fill(CHAIN[4:6])
-        loan = await stand.store.lend(CHAIN, "b")
-        assert [bytes(stand.memory.view(offset, SLOT)) for offset in loan.offsets] == [
-            content(each) for each in CHAIN[:4]
-        ]
-        assert loan.more, "the next one is in a tier below"
-        whole = await stand.store.lend(CHAIN, "b", worth_s=10)
-        assert len(whole.offsets) == 6 and not whole.more and stand.directory.located == 0
-        assert stand.store.give_back(loan.id) and not stand.store.give_back(loan.id)
-        assert stand.store.stats().lent == 1
-        await asyncio.sleep(LOAN_S + 1)
-        stand.store.sweep()
-        assert stand.store.stats().lent == 0 and not stand.store.give_back(whole.id)
-        await stand.close()
-
-    run(work)
-
-
-def test_pins_hold_in_every_tier_and_end_with_their_time_or_by_name():
-    async def work():
-        nvme = DictTier("nvme")
-        stand = Stand(8, nvme)
-        await stand.write(CHAIN[:3])
-        nvme.fill(CHAIN[:5])
-        assert stand.store.pin(CHAIN, 5.0) == {"cpu": 3, "nvme": 5}
-        assert stand.store.pin(CHAIN) == {"cpu": 3, "nvme": 5}
-        await stand.write(keys(*range(20, 28)))
-        assert stand.store.holds(CHAIN)["cpu"][:4] == [True, True, True, False]
-        assert stand.store.unpin(CHAIN) == {"cpu": 3, "nvme": 5}
-        assert stand.store.stats().pinned == 1
-        await asyncio.sleep(6)
-        stand.store.sweep()
-        assert stand.store.stats().pinned == 1, "the one without an end"
-        assert stand.store.unpin(CHAIN)["cpu"] == 3 and stand.store.unpin(CHAIN)["cpu"] == 0
-        await stand.write(keys(*range(30, 38)))
-        assert not any(stand.store.holds(CHAIN)["cpu"])
-        await stand.close()
-
-    run(work)
-
-
-def test_a_pin_of_blocks_that_were_flushed_ends_no_later_pin():
-    async def work():
-        stand = Stand(8)
-        await stand.write(CHAIN[:3])
-        stand.store.pin(CHAIN[:3], 5.0)
-        await stand.store.flush()
-        await stand.write(CHAIN[:3])
-        stand.store.pin(CHAIN[:3])
-        await asyncio.sleep(6)
-        stand.store.sweep()
-        await stand.write(keys(*range(20, 28)))
-        assert stand.store.holds(CHAIN[:3])["cpu"] == [True] * 3
-        assert stand.store.unpin(CHAIN[:3]) == {"cpu": 3}
-        await stand.close()
-
-    run(work)
-
-
-def test_evict_takes_from_the_tiers_named_and_can_keep_a_copy_below():
-    async def work():
-        nvme = DictTier("nvme")
-        stand = Stand(16, nvme)
-        stand.admission.unworthy = set(CHAIN)
-        await stand.write(CHAIN)
-        assert await stand.store.evict(CHAIN[:4], ["cpu", "redis"], keep=True) == {"cpu": 4}
-        assert stand.store.holds(CHAIN) == {
-            "cpu": [False] * 4 + [True] * 4,
-            "nvme": [True] * 4 + [False] * 4,
-        }
-        assert await stand.read(CHAIN, worth_s=10) == 8
-        assert await stand.store.evict(CHAIN) == {"cpu": 8, "nvme": 4}
-        assert await stand.read(CHAIN, worth_s=10) == 0
-        await stand.close()
-
-    run(work)
-
-
-def test_a_flush_clears_every_tier_or_says_what_is_left():
-    async def work():
-        nvme, redis = DictTier("nvme"), DictTier("redis")
-        stand = Stand(16, nvme, redis, at_once=True)
-        await stand.write(CHAIN)
-        await stand.store.write_down()
-
-        async def unreachable():
-            pass
-
-        redis.clear = unreachable
-        cleared = await stand.store.flush()
-        assert cleared == {"cpu": Cleared(8, 0), "nvme": Cleared(8, 0), "redis": Cleared(0, 8)}
-        del redis.clear
-        assert await stand.store.flush(["redis"]) == {"redis": Cleared(8, 0)}
-        assert await stand.read(CHAIN, worth_s=10) == 0
-        await stand.close()
-
-    run(work)
-
-
-@pytest.mark.parametrize("by", ["flush", "evict"])
-def test_what_is_forgotten_while_it_is_written_down_comes_back_nowhere(by):
-    async def work():
-        nvme, redis = DictTier("nvme"), DictTier("redis")
-        nvme.open.clear()
-        stand = Stand(16, nvme, redis, at_once=True)
-        await stand.write(CHAIN)
-        await asyncio.sleep(0.1)
-        assert nvme.puts, "the first batch is on its way"
-        command = stand.store.flush() if by == "flush" else stand.store.evict(CHAIN)
-        forgetting = asyncio.create_task(command)
-        await asyncio.sleep(0.1)
-        nvme.open.set()
-        await forgetting
-        await stand.store.write_down()
-        held = stand.store.holds(CHAIN)
-        assert not any(any(flags) for flags in held.values()), held
-        await stand.write(CHAIN)
-        await stand.store.write_down()
-        assert redis.longest_run(CHAIN) == 8, "what is written anew is written down anew"
-        await stand.close()
-
-    run(work)
-
-
-def test_a_write_that_hangs_keeps_nobody_from_forgetting():
-    async def work():
-        nvme = DictTier("nvme")
-        nvme.open.clear()
-        stand = Stand(16, nvme, at_once=True)
-        await stand.write(CHAIN)
-        await asyncio.sleep(0.1)
-        async with asyncio.timeout(60):
-            assert await stand.store.drop(CHAIN) == 8
-        nvme.open.set()
-        await stand.close()
-
-    run(work)
 
 
 def test_a_tier_that_comes_later_is_used_and_one_that_goes_is_not():

@@ -1,4 +1,4 @@
-"""The default policy: what promises least reuse for the room it takes goes first, LRU while that would do better."""
+"""The default policy: LRU until what was learned does better; then what promises least reuse goes first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Reuse(Generic[Key]):
     """`EvictionPolicy` that learns when blocks of which kind are used again (`regression.py`, `curves.py`).
 
     Two shadows of the tier see every request: one that follows what was learned, one that is LRU. The tier follows the
-    first unless it has been getting fewer hits lately than the other. First to go is what the shadow that is followed
-    does not hold any more, or never did; then what it would give up next. Remembers at most
+    second until the first gets more hits, and again when that has had fewer lately. First to go is what the shadow that
+    is followed does not hold any more, or never did; then what it would give up next. Remembers at most
     (GHOSTS_PER_BLOCK + 2) x capacity keys that the tier does not hold, and fewer where that is more than MOST_GHOSTS.
     """
 
@@ -32,7 +32,7 @@ class Reuse(Generic[Key]):
         self.capacity = capacity
         self._learned: ReuseShadow[Key] = ReuseShadow(capacity)
         self._lru: LruShadow[Key] = LruShadow(capacity)
-        self._followed: Shadow[Key] = self._learned
+        self._followed: Shadow[Key] = self._lru
         self._lead = 0.0
         self._spread = 0.0
         self._resident: dict[Key, bool] = {}  # → held
