@@ -245,6 +245,12 @@ class NodeAgent:
         self._changed.set()
         return loaded
 
+    async def hold(self, name: str, keys: Sequence[BlockKey] | None, seconds: float) -> None:
+        self._store.hold(name, keys, seconds)
+
+    async def release(self, name: str) -> None:
+        self._store.release(name)
+
     async def evict(self, keys: Sequence[BlockKey], tiers: Sequence[str]) -> dict[str, int]:
         """What leaves the slab is written down first if a tier below is not named."""
         keep = "cpu" in tiers and any(tier.name not in tiers for tier in self._store.lower)

@@ -6,7 +6,9 @@ in the result; the others' answers count. While the directory is away the nodes 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -59,6 +61,14 @@ class TierAgent(Protocol):
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
         """Bring the longest leading run that any tier or node has into the CPU tier; → leading blocks there now."""
+        ...
+
+    async def hold(self, name: str, keys: Sequence[BlockKey] | None, seconds: float) -> None:
+        """Load none of these blocks (None: nothing) until `release` of that name, for `seconds` at most."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """End a hold, if there is one."""
         ...
 
     async def evict(self, keys: Sequence[BlockKey], tiers: Sequence[str]) -> Mapping[str, int]:
@@ -146,7 +156,8 @@ class FanOut:
         return _counts(await self._ask_all(lambda agent: agent.unpin(keys), self._call_s))
 
     async def evict(self, keys: Sequence[BlockKey], tiers: Sequence[str] = TIERS) -> NodeCounts:
-        return _counts(await self._ask_all(lambda agent: agent.evict(keys, tiers), self._long_call_s))
+        async with self._held(keys, tiers):
+            return _counts(await self._ask_all(lambda agent: agent.evict(keys, tiers), self._long_call_s))
 
     async def prefetch(self, keys: Sequence[BlockKey], node: str | None = None) -> Prefetched:
         addresses, silent = await self._addresses(everybody=False)
@@ -166,7 +177,8 @@ class FanOut:
         return Prefetched(node, loaded.answers.get(node, 0), silent + loaded.silent)
 
     async def flush(self, tiers: Sequence[str] = TIERS) -> Flushed:
-        asked = await self._ask_all(lambda agent: agent.flush(tiers), self._long_call_s)
+        async with self._held(None, tiers):
+            asked = await self._ask_all(lambda agent: agent.flush(tiers), self._long_call_s)
         nodes = {
             node: {tier: each.blocks for tier, each in cleared.items()}
             for node, cleared in asked.answers.items()
@@ -216,6 +228,21 @@ class FanOut:
         else:
             silent = (*silent, _AWAY)
         return TierReport(asked.answers, known, self._shards, tuple(dict.fromkeys(silent)))
+
+    @asynccontextmanager
+    async def _held(self, keys: Sequence[BlockKey] | None, tiers: Sequence[str]) -> AsyncIterator[None]:
+        """Inside, no node loads these (None: anything): one that has let go of a block would get it from one that has
+        not yet.
+        """
+        if TIERS[0] not in tiers:  # loads go there only
+            yield
+            return
+        name, most_s = secrets.token_hex(8), self._call_s + self._long_call_s
+        await self._ask_all(lambda agent: agent.hold(name, keys, most_s), self._call_s)
+        try:
+            yield
+        finally:
+            await self._ask(self._known, lambda agent: agent.release(name), self._call_s)
 
     async def _absence(self) -> tuple[Silence, ...]:
         """Whether the directory is away."""
@@ -336,6 +363,12 @@ class RemoteAgent:
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
         return int(await self._actor.prefetch.remote(keys))
+
+    async def hold(self, name: str, keys: Sequence[BlockKey] | None, seconds: float) -> None:
+        await self._actor.hold.remote(name, keys, seconds)
+
+    async def release(self, name: str) -> None:
+        await self._actor.release.remote(name)
 
     async def evict(self, keys: Sequence[BlockKey], tiers: Sequence[str]) -> Mapping[str, int]:
         evicted: Mapping[str, int] = await self._actor.evict.remote(keys, tiers)

@@ -17,7 +17,7 @@ from kv_tiers.books import SlotBooks
 from kv_tiers.directory import Place
 from kv_tiers.keys import BlockKey, is_exact, is_kept_as, kept_as
 from kv_tiers.store_fetch import Fetches
-from kv_tiers.store_lend import Loans, Pinning, Pins
+from kv_tiers.store_lend import Holds, Loans, Pinning, Pins
 from kv_tiers.store_plan import Finder
 from kv_tiers.store_ports import CPU, Cleared, DirectoryPort, Journal, Loan, Peer, PinRefused, StoreStats
 from kv_tiers.store_spill import Spill
@@ -80,6 +80,7 @@ class TieredStore:
         )
         self._writes = Writes(books, self._listeners, self._spill.visible)
         self._loans = Loans(books, clock)
+        self._holds = Holds(self._fetches.barred, clock)
         self._pins = Pins(self._pinning, self._runs, self._slots, clock)
         self._asked = self._here = 0
 
@@ -206,7 +207,7 @@ class TieredStore:
             await self._spill.write_down(keys)
         counts, gone = {}, frozenset(keys)
         slab = _named(CPU, tiers)
-        made = frozenset(kept_as(key, codec) for codec in self._codecs for key in keys)
+        made = self._made(keys)
         with self._fetches.barred(gone | made) if slab else nullcontext():
             if slab:
                 counts[CPU] = self._books.drop(keys)
@@ -242,6 +243,17 @@ class TieredStore:
                     cleared[tier.name] = Cleared(max(0, before - left), left)
         return cleared
 
+    def hold(self, name: str, keys: Sequence[BlockKey] | None, seconds: float) -> None:
+        """Load none of these (None: nothing) until `release` of that name, or for so long: an evict or flush on several
+        nodes is under way.
+        """
+        barred = None if keys is None else frozenset(keys) | self._made(keys)
+        self._holds.begin(name, barred, seconds)
+
+    def release(self, name: str) -> None:
+        """End a hold; nothing for one that is over."""
+        self._holds.end(name)
+
     async def write_down(self) -> None:
         """Return when everything that is queued for the tiers below is there, or refused."""
         await self._spill.write_down()
@@ -268,6 +280,7 @@ class TieredStore:
         """End what has had its time: loans, pins, blocks that nobody used for their time to live."""
         self._loans.expire()
         self._pins.expire()
+        self._holds.expire()
         self._books.expire()
         for tier in self._lower:
             tier.expire()
@@ -304,6 +317,10 @@ class TieredStore:
 
     def _tell_admission(self, chain: Sequence[BlockKey]) -> None:
         self._admission.accessed(chain, self._clock())
+
+    def _made(self, keys: Iterable[BlockKey]) -> frozenset[BlockKey]:
+        """Keys of the lossy blocks that there may be of these."""
+        return frozenset(kept_as(key, codec) for codec in self._codecs for key in keys)
 
     def _note_codecs(self) -> None:
         self._codecs |= {tier.at_rest for tier in self._lower} - {AtRest.EXACT}

@@ -1,8 +1,9 @@
-"""What is promised to others for a time: leases of other nodes on our slab, and pins of users."""
+"""What is promised to others for a time: leases of other nodes on our slab, pins of users, and loads that wait."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +53,44 @@ class Loans:
         """Take everything back."""
         for loan in list(self._ends):
             self.give_back(loan)
+
+
+class Holds:
+    """Loads that do not begin while several nodes obey one command: what has left one would come back from another.
+
+    Whoever gave the command and died is not noticed; a hold's time ends.
+    """
+
+    def __init__(
+        self,
+        bar: Callable[[Collection[BlockKey] | None], AbstractContextManager[None]],
+        clock: Callable[[], float],
+    ) -> None:
+        """Inside `bar`, none of its keys (None: nothing) is loaded."""
+        self._bar = bar
+        self._clock = clock
+        self._open: dict[str, tuple[ExitStack, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, name: str, keys: Collection[BlockKey] | None, seconds: float) -> None:
+        """Until `end` of that name, or for so long."""
+        self.end(name)
+        barred = ExitStack()
+        barred.enter_context(self._bar(keys))
+        self._open[name] = barred, self._clock() + seconds
+
+    def end(self, name: str) -> None:
+        """Nothing for a name that holds nothing."""
+        if name in self._open:
+            self._open.pop(name)[0].close()
+
+    def expire(self) -> None:
+        """End those whose time is over."""
+        now = self._clock()
+        for name in [name for name, (_, end) in self._open.items() if end <= now]:
+            self.end(name)
 
 
 class Pinning(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,30 @@ async def test_after_a_flush_every_tier_misses_and_the_directory_is_empty() -> N
     places = (await command(stand, "pin"))["blocks"]
     assert places and not any(block["places"] for block in places)
     assert (await get(app, f"/v1/kv/blocks/{KEYS[0].digest.hex()}")).json()["blocks"] == []
+
+
+@pytest.mark.parametrize(("name", "body"), [("flush", {}), ("evict", ASK)])
+async def test_no_node_loads_while_others_have_yet_to_obey(name: str, body: dict[str, object]) -> None:
+    stand = nodes()
+    free = asyncio.Event()
+    agents = list(stand.agents.values())
+
+    def late(agent: StubAgent, call: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        async def answer(*args: object) -> object:
+            assert all(len(each.holds) == 1 for each in agents), "every node waits before one obeys"
+            await free.wait()
+            return await call(*args)
+
+        return answer
+
+    slow = agents[-1]
+    setattr(slow, name, late(slow, getattr(slow, name)))
+    asked = asyncio.create_task(command(stand, name, body))
+    await asyncio.sleep(0.05)
+    assert all(len(each.holds) == 1 for each in agents) and name in agents[0].calls
+    free.set()
+    await asked
+    assert not any(each.holds for each in agents)
 
 
 async def test_a_flush_of_one_tier_leaves_the_others() -> None:

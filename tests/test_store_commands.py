@@ -8,6 +8,7 @@ import pytest
 from store_stand import SLOT, DictTier, Stand, content, keys, run
 
 from kv_tiers import store_fetch, store_spill
+from kv_tiers.directory import Place
 from kv_tiers.store_lend import LOAN_S
 from kv_tiers.store_ports import Cleared
 
@@ -169,6 +170,46 @@ def test_a_write_that_hangs_keeps_nobody_from_forgetting_and_brings_nothing_back
             assert held["cpu"] == [True] * 8 and not in_nvme & set(batch)
         else:
             assert not any(held["cpu"]) and in_nvme == (set(batch) if tiers else set())
+        await stand.close()
+
+    run(work)
+
+
+def test_a_hold_keeps_loads_from_beginning_until_it_is_released_or_over():
+    async def work():
+        nvme = DictTier("nvme")
+        nvme.fill(CHAIN[:4])
+        stand = Stand(16, nvme)
+        stand.directory.know(Place("b", "cpu"), CHAIN)
+        stand.neighbour.tier.fill(CHAIN)
+        stand.store.hold("all", None, seconds=30.0)
+        stand.store.hold("some", CHAIN[:4], seconds=5.0)
+        assert await stand.read(CHAIN, worth_s=10) == await stand.store.prefetch(CHAIN) == 0
+        stand.store.release("all")
+        assert await stand.read(CHAIN, worth_s=10) == 0
+        await asyncio.sleep(5)
+        stand.store.sweep()
+        assert await stand.read(CHAIN, worth_s=10) == 8
+        stand.store.release("some")
+        stand.store.release("never held")
+        await stand.close()
+
+    run(work)
+
+
+def test_a_hold_ends_the_loads_that_are_under_way():
+    async def work():
+        nvme = DictTier("nvme")
+        nvme.fill(CHAIN)
+        nvme.seconds_per_block = 0.1
+        stand = Stand(16, nvme)
+        reading = asyncio.create_task(stand.read(CHAIN, worth_s=100))
+        await asyncio.sleep(0.05)
+        stand.store.hold("all", None, 30.0)
+        await reading
+        await asyncio.sleep(2)
+        assert stand.store.holds(CHAIN)["cpu"] == [False] * 8
+        stand.store.release("all")
         await stand.close()
 
     run(work)

@@ -32,6 +32,7 @@ class StubAgent:
         self.stuck: set[str] = set()
         self.full: str | None = None
         self.calls: list[str] = []
+        self.holds: list[str] = []
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> dict[str, int] | PinRefused:
         await self._heard("pin")
@@ -56,6 +57,14 @@ class StubAgent:
                 return run
             self.tiers["cpu"].add(key)
         return len(keys)
+
+    async def hold(self, name: str, keys: Sequence[BlockKey] | None, seconds: float) -> None:
+        await self._heard("hold")
+        self.holds.append(name)
+
+    async def release(self, name: str) -> None:
+        await self._heard("release")
+        self.holds.remove(name)
 
     async def evict(self, keys: Sequence[BlockKey], tiers: Sequence[str]) -> dict[str, int]:
         await self._heard("evict")
