@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,30 +26,34 @@ def measure_spill(
     """Time per token of one stream while a document is written to all tiers, over the same where nothing is written.
 
     Counted from the document's first token on, for as long as most of its write-down takes beside a stream; nobody
-    polls meanwhile. `control` differs in `admission=never` only, and the two take turns: what else a document brings
-    (its own step, the copy into the slab, pages) is in both. Figures: `step_slowdown_while_spilling` (ratio of medians
-    over rounds), `step_ms_control`, `spilled_mb` (in a round's window, to both lower tiers).
+    polls meanwhile, and the rest is over before the next turn. `control` differs in `admission=never` only, and the two
+    take turns: what else a document brings (its own step, the copy into the slab, pages) is in both. Figures:
+    `step_slowdown_while_spilling` (ratio of medians over rounds), `step_ms_control`, `spilled_mb` and `spilled_share`
+    (in a round's window, to both lower tiers; of the document's blocks).
     """
     corpus = Corpus(tokenizer)
     seconds = size * _WINDOW_S_PER_TOKEN
     found: dict[OwnService, list[_Round]] = {spilling: [], control: []}
     for number in range(rounds):
-        for service, list_ in found.items():
+        for service, list_ in list(found.items())[:: -1 if number % 2 else 1]:
             salt = f"spill-{time.time_ns()}-{number}"
             list_.append(asyncio.run(_round(service, corpus, size, salt, seconds)))
+    spilled = statistics.median(each.nbytes for each in found[spilling])
     during, otherwise = (statistics.median(each.step_s for each in list_) for list_ in found.values())
     return {
         "step_slowdown_while_spilling": round(during / otherwise, 3),
         "step_ms_control": round(1e3 * otherwise, 1),
-        "spilled_mb": round(statistics.median(each.nbytes for each in found[spilling]) / 1e6, 1),
+        "spilled_mb": round(spilled / 1e6, 1),
+        "spilled_share": round(spilled / statistics.median(each.whole for each in found[spilling]), 2),
     }
 
 
 class _Round(NamedTuple):
-    """Mean time per token in a window, and the bytes that were written in it."""
+    """Mean time per token in a window, the bytes that were written in it, and those of the whole document."""
 
     step_s: float
     nbytes: float
+    whole: float
 
 
 async def _round(service: OwnService, corpus: Corpus, size: int, salt: str, seconds: float) -> _Round:
@@ -71,9 +75,15 @@ async def _round(service: OwnService, corpus: Corpus, size: int, salt: str, seco
     gaps = _gaps(stream.times, began, ended)
     if not gaps:
         raise SystemExit(f"the stream ended too early, after {len(stream.times)} tokens")
-    names = [f"{tier}_tier_bytes_written" for tier in _LOWER]
-    nbytes = sum(after.get(name, 0) - before.get(name, 0) for name in names)
-    return _Round(statistics.mean(gaps), nbytes)
+    service.wait_written(0, _LOWER)
+    at_last = service.gauges()
+    return _Round(
+        statistics.mean(gaps), _written(after) - _written(before), _written(at_last) - _written(before)
+    )
+
+
+def _written(gauges: Mapping[str, float]) -> float:
+    return sum(gauges.get(f"{tier}_tier_bytes_written", 0) for tier in _LOWER)
 
 
 def _gaps(times: Sequence[float], began: float, ended: float) -> list[float]:

@@ -238,11 +238,12 @@ class FanOut:
             yield
             return
         name, most_s = secrets.token_hex(8), self._call_s + self._long_call_s
-        await self._ask_all(lambda agent: agent.hold(name, keys, most_s), self._call_s)
+        addresses, _ = await self._addresses(everybody=True)
         try:
+            await self._ask(addresses, lambda agent: agent.hold(name, keys, most_s), self._call_s)
             yield
         finally:
-            await self._ask(self._known, lambda agent: agent.release(name), self._call_s)
+            await self._ask(addresses, lambda agent: agent.release(name), self._call_s)
 
     async def _absence(self) -> tuple[Silence, ...]:
         """Whether the directory is away."""

@@ -120,8 +120,9 @@ class TieredStore:
         """Pin the longest leading run, after loading what is worth it. `abroad`: from other nodes as well."""
         run = self._books.longest_run(keys)
         if abroad:  # a request of this node
-            self._computing.heard(len(keys), worth_s)
             counted = _counted_before(keys)
+            if keys and is_exact(keys[-1]):  # a second look's worth is what the first has left of it
+                self._computing.heard(len(keys), worth_s)
             self._asked += len(keys) - counted
             self._here += max(0, run - counted)
             self._note_lossy(keys)
@@ -200,8 +201,8 @@ class TieredStore:
     ) -> dict[str, int]:
         """Make blocks, and what was made of them, invisible in these tiers (None: in all); → per tier how many were.
 
-        Whoever was loading or writing them into one of these tiers does so in vain. `keep`: what leaves the slab is
-        written down first.
+        Whoever was loading or writing them into one of these tiers does so in vain; what stays in the slab may be
+        written down again later. `keep`: what leaves the slab is written down first.
         """
         if keep:
             await self._spill.write_down(keys)

@@ -88,7 +88,7 @@ class Fetches:
         self._wishes.add(wish)
         try:
             first = len(own.entries)
-            stretches = await self._find(keys, first, worth_s, abroad)
+            stretches = [] if wish.over else await self._find(keys, first, worth_s, abroad)
             loads = worthwhile(
                 stretches,
                 self._books.slot_bytes,

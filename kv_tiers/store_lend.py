@@ -71,9 +71,6 @@ class Holds:
         self._clock = clock
         self._open: dict[str, tuple[ExitStack, float]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def begin(self, name: str, keys: Collection[BlockKey] | None, seconds: float) -> None:
         """Until `end` of that name, or for so long."""
         self.end(name)

@@ -82,10 +82,11 @@ class Spill:
         self._batch = max(1, BATCH_BYTES // books.slot_bytes)
         self._work = asyncio.Event()
         self._writing = asyncio.Lock()
-        self._copying: dict[BlockKey, int] = {}  # the batch that is being written, and where its blocks lie
-        self._unwanted: dict[
-            str, set[BlockKey]
-        ] = {}  # tier → those of the batch that are to be there no more
+        # The batch that is being written: all of it, where those lie that are still wanted somewhere, and by tier those
+        # that are to be there no more.
+        self._batch_keys: frozenset[BlockKey] = frozenset()
+        self._copying: dict[BlockKey, int] = {}
+        self._unwanted: dict[str, set[BlockKey]] = {}
         self._rushing = 0
         self._task: asyncio.Task[None] | None = None
         self.counters = SpillCounters()
@@ -159,7 +160,7 @@ class Spill:
         """
         for tier in self._lower:
             if tiers is None or tier.name in tiers:
-                gone = self._copying.keys() if keys is None else self._copying.keys() & keys
+                gone = self._batch_keys if keys is None else self._batch_keys.intersection(keys)
                 self._unwanted.setdefault(tier.name, set()).update(gone)
         if leaving:
             for key in [*self._queue, *self._copying] if keys is None else keys:
@@ -240,6 +241,9 @@ class Spill:
                 self._settle(key, now)
         return worthy
 
+    def _is_unwanted(self, tier: Tier, key: BlockKey) -> bool:
+        return key in self._unwanted.get(tier.name, ())
+
     def _is_settled(self, key: BlockKey, now: float) -> bool:
         if not is_exact(key):  # it came from below
             return True
@@ -284,6 +288,7 @@ class Spill:
             lease = self._books.prepare_copy([*batch], OWNER)
             try:  # the lease keeps the slots from being refilled
                 self._copying = {entry.key: entry.offset for entry in lease.entries}
+                self._batch_keys = frozenset(self._copying)
                 kept: set[BlockKey] = set()
                 for tier in tuple(self._lower):
                     has = await self._put(tier, batch)
@@ -291,7 +296,7 @@ class Spill:
                 for key in self._copying.keys() - kept:
                     self._settle(key, self._clock())
             finally:
-                self._copying, self._unwanted = {}, {}
+                self._batch_keys, self._copying, self._unwanted = frozenset(), {}, {}
                 self._books.complete_read(lease.id)
                 self._books.unprotect([*batch])
                 self.counters.seconds += self._clock() - began
@@ -307,13 +312,14 @@ class Spill:
             elif key not in kept:
                 by_tenant.setdefault(self._tenant_of(key), []).append(key)
         for tenant, wanted in by_tenant.items():
-            keys = [key for key in wanted if key in self._copying]  # not forgotten meanwhile
+            # Not forgotten meanwhile.
+            keys = [key for key in wanted if key in self._copying and not self._is_unwanted(tier, key)]
             if not keys or tier not in self._lower:  # let go of meanwhile
                 continue
             views = [self._memory.view(self._copying[key], self._books.slot_bytes) for key in keys]
             answers = await tier.put(keys, views, tenant=tenant)
             kept.update(key for key, answer in zip(keys, answers, strict=True) if answer in _KEPT)
-            if late := [key for key in keys if key in self._unwanted.get(tier.name, ())]:
+            if late := [key for key in keys if self._is_unwanted(tier, key)]:
                 await tier.drop(late)
                 kept.difference_update(late)
             stored = answers.count(Stored.STORED)

@@ -154,6 +154,24 @@ async def test_no_node_loads_while_others_have_yet_to_obey(name: str, body: dict
     assert not any(each.holds for each in agents)
 
 
+async def test_a_command_that_is_given_up_holds_no_node() -> None:
+    stand = nodes()
+    first, *_, last = stand.agents.values()
+
+    async def never(*args: object) -> None:
+        await asyncio.Event().wait()
+
+    last.hold = never  # type: ignore[method-assign]
+    last.release = lambda name: asyncio.sleep(0)  # type: ignore[method-assign,assignment]
+    asked = asyncio.create_task(stand.control.flush())
+    async with asyncio.timeout(10):
+        while not first.holds:
+            await asyncio.sleep(0.01)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert asked.cancelled() and not first.holds and "flush" not in first.calls
+
+
 async def test_a_flush_of_one_tier_leaves_the_others() -> None:
     stand = nodes()
     body = await command(stand, "flush", {"tiers": ["nvme"]})

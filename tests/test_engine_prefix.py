@@ -25,10 +25,10 @@ def make_cache(tmp_path):
     """`make_cache(slots)` is a PrefixCache with an empty CPU tier; its books are checked at the end."""
     made, names = [], itertools.count()
 
-    def make(slots=64, model=MODEL):
+    def make(slots=64, model=MODEL, **options):
         nbytes = model.spec.blocks.nbytes
         slab = Slab.create(tmp_path / f"{next(names)}.kvslab", slots * nbytes)
-        cache = PrefixCache(model.spec, SlotBooks(slots, nbytes), slab, "test")
+        cache = PrefixCache(model.spec, SlotBooks(slots, nbytes), slab, "test", **options)
         made.append(cache)
         return cache
 
@@ -257,8 +257,8 @@ def test_prompt_log_probabilities_compute_everything_and_equal_transformers(make
 
 @pytest.mark.parametrize(("took_s", "left_s"), [(0.0, 9.0), (4.0, 5.0), (30.0, 0.0)])
 def test_who_also_takes_lossy_blocks_waits_no_longer_than_all_of_it_is_worth(make_cache, took_s, left_s):
-    cache, now, worths = make_cache(), [100.0], []
-    cache._clock = lambda: now[0]
+    now, worths = [100.0], []
+    cache = make_cache(clock=lambda: now[0])
     look = cache.tier.prepare_read
 
     def slow(keys, owner, worth_s):

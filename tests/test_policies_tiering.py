@@ -163,6 +163,17 @@ def test_reuse_keeps_the_sessions_that_come_back():
     assert counts["reuse"] - everywhere > 2 * max(1, counts["lru"] - everywhere)
 
 
+@often
+@given(REQUESTS, CAPACITIES)
+def test_reuse_is_lru_until_what_it_learned_has_had_more_hits(requests, capacity):
+    policy: Reuse[Any] = Reuse(capacity)
+    cache, led = Cache(policy, capacity), False
+    for chain, now in timed(requests):
+        cache.request(chain, now)
+        led |= policy._lead > 0
+        assert policy.follows_lru or led
+
+
 @pytest.fixture(scope="module")
 def recorded() -> list[tuple[float, tuple[bytes, ...]]]:
     requests = mooncake("conversation").requests

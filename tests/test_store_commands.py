@@ -8,7 +8,9 @@ import pytest
 from store_stand import SLOT, DictTier, Stand, content, keys, run
 
 from kv_tiers import store_fetch, store_spill
+from kv_tiers.at_rest import AtRest
 from kv_tiers.directory import Place
+from kv_tiers.keys import lossy_key
 from kv_tiers.store_lend import LOAN_S
 from kv_tiers.store_ports import Cleared
 
@@ -184,7 +186,9 @@ def test_a_hold_keeps_loads_from_beginning_until_it_is_released_or_over():
         stand.neighbour.tier.fill(CHAIN)
         stand.store.hold("all", None, seconds=30.0)
         stand.store.hold("some", CHAIN[:4], seconds=5.0)
+        locate, stand.directory.locate = stand.directory.locate, None
         assert await stand.read(CHAIN, worth_s=10) == await stand.store.prefetch(CHAIN) == 0
+        stand.directory.locate = locate
         stand.store.release("all")
         assert await stand.read(CHAIN, worth_s=10) == 0
         await asyncio.sleep(5)
@@ -210,6 +214,54 @@ def test_a_hold_ends_the_loads_that_are_under_way():
         await asyncio.sleep(2)
         assert stand.store.holds(CHAIN)["cpu"] == [False] * 8
         stand.store.release("all")
+        await stand.close()
+
+    run(work)
+
+
+def test_two_commands_in_a_row_while_a_write_hangs_leave_nothing_of_it():
+    async def work():
+        nvme = DictTier("nvme")
+        nvme.open.clear()
+        stand = Stand(16, nvme, at_once=True)
+        await stand.write(CHAIN)
+        await asyncio.sleep(0.1)
+        await stand.store.flush(["cpu"])
+        await stand.store.evict(CHAIN)
+        nvme.open.set()
+        await stand.store.write_down()
+        held = stand.store.holds(CHAIN)
+        assert not any(any(flags) for flags in held.values()), held
+        await stand.close()
+
+    run(work)
+
+
+def test_what_is_evicted_from_a_tier_before_its_turn_in_a_batch_is_not_written_there():
+    async def work():
+        nvme, redis = DictTier("nvme"), DictTier("redis")
+        nvme.open.clear()
+        stand = Stand(16, nvme, redis, at_once=True)
+        await stand.write(CHAIN)
+        await asyncio.sleep(0.1)
+        batch = set(nvme.puts[0])
+        await stand.store.evict(CHAIN, ["redis"])
+        nvme.open.set()
+        await stand.store.write_down()
+        assert nvme.longest_run(CHAIN) == 8
+        assert not any(batch & set(put) for put in redis.puts)
+        await stand.close()
+
+    run(work)
+
+
+def test_only_a_first_look_tells_what_computing_costs():
+    async def work():
+        stand, heard = Stand(16), []
+        stand.store._computing.heard = lambda blocks, worth_s: heard.append((blocks, worth_s))
+        await stand.read(CHAIN, worth_s=8.0)
+        await stand.read([*CHAIN[:2], *(lossy_key(each, AtRest.INT8) for each in CHAIN[2:])], worth_s=0.1)
+        assert heard == [(8, 8.0)]
         await stand.close()
 
     run(work)

@@ -27,7 +27,7 @@ from kv_tiers.slab import Slab
 from kv_tiers.store_lend import Loans
 from kv_tiers.store_ports import parted
 from kv_tiers.tier import Fetched
-from kv_tiers.transfer import slab_reader
+from kv_tiers.transfer import slab_peer, slab_reader
 from kv_tiers.transfer.local import LocalFabric, LocalWire
 from kv_tiers.transfer.nixl import slab_wires, unavailable
 from kv_tiers.transfer.slab_loan import LoanError, SlabLoan
@@ -236,6 +236,39 @@ async def test_what_is_one_piece_has_one_reader_and_they_take_turns(two, lender,
     for _ in range(4):
         assert await SlabPeer(two, lender).get(KEYS[:1], offsets(1)) == [HIT]
     assert took[:2] == took[2:] and took[0] is not took[1]
+
+
+async def test_nobody_waits_for_a_reader_that_others_keep_busy(two, lender):
+    busy = two._readers[1]
+    with busy._posting:
+        async with asyncio.timeout(5):
+            assert await SlabPeer(two, lender).get(KEYS[:5], offsets(5)) == [HIT] * 5
+
+
+async def test_a_read_that_waits_for_a_thread_has_its_time_when_it_gets_one(fabric, lender, two, monkeypatch):
+    free = threading.Event()
+    waiting = [two._threads.submit(free.wait) for _ in range(2 * slab_peer._READING_AT_ONCE)]
+    reading = asyncio.create_task(SlabPeer(two, lender, timeout_s=0.2).get(KEYS[:5], offsets(5)))
+    await asyncio.sleep(0.4)
+    assert not reading.done()
+    free.set()
+    assert await reading == [HIT] * 5 and all(each.done() for each in waiting)
+
+
+async def test_where_no_thread_can_be_had_nothing_is_left_behind(two, lender, monkeypatch):
+    submit, tried = two._threads.submit, []
+
+    def second_fails(*what):
+        tried.append(what)
+        if len(tried) == 2:
+            raise RuntimeError("can't start new thread")
+        return submit(*what)
+
+    monkeypatch.setattr(two._threads, "submit", second_fails)
+    with pytest.raises(RuntimeError, match="new thread"):
+        await SlabPeer(two, lender).get(KEYS[:5], offsets(5))
+    assert lender.given_back and not lender.books.stats().read_leases
+    assert all(not link.users for reader in two._readers for link in reader._links._links.values())
 
 
 async def test_a_read_that_breaks_off_leaves_nobody_waiting(lender, borrower, monkeypatch):

@@ -103,15 +103,20 @@ class SlabExchange:
         """
         if loan.slot_bytes != self.slot_bytes or not keys:
             return [Fetched.FAILED] * len(keys)
-        began = self._clock()
-        until = began + min(timeout_s, loan.ttl_s)
-        reading = Reading(loan, keys, offsets, self._memory, until, len(self._readers))
+        end = self._clock() + loan.ttl_s
+        reading = Reading(loan, keys, offsets, self._memory, timeout_s, end, len(self._readers))
         first = next(self._turns)
         readers = (self._readers * 2)[first : first + reading.parts]
-        await _to_their_end(
-            [self._threads.submit(reader.work, reading, part) for part, reader in enumerate(readers)]
-        )
-        if self._clock() >= began + loan.ttl_s:
+        works: list[Future[None]] = []
+        try:
+            for part, reader in enumerate(readers):
+                works.append(self._threads.submit(reader.work, reading, part))
+        except RuntimeError:  # no more threads
+            reading.give_up()
+            raise
+        finally:
+            await _to_their_end(works, reading)
+        if self._clock() >= end:
             # The slots may have been others' before the end: not even a verified copy counts.
             return [Fetched.FAILED] * len(keys)
         return reading.answers
@@ -162,16 +167,22 @@ class SlabPeer:
         return answers + first + [Fetched.FAILED] * (len(keys) - run - len(first))
 
 
-async def _to_their_end(works: Sequence[Future[None]]) -> None:
-    """Wait for all, also when cancelled: until then they may write to the slots."""
-    waiting = [asyncio.wrap_future(work) for work in works]
+async def _to_their_end(works: Sequence[Future[None]], reading: Reading) -> None:
+    """Wait for all that have begun, also when cancelled: until then they may write to the slots."""
+    left = [asyncio.wrap_future(work) for work in works]
+    waiting = set(left)
     cancelled: asyncio.CancelledError | None = None
-    while not all(work.done() for work in waiting):
+    while waiting:
         try:
-            await asyncio.wait(waiting)
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError as error:
             cancelled = error
-    failures = [failure for work in waiting if (failure := work.exception()) is not None]
+            reading.give_up()
+        waiting = {work for work in waiting if not work.done()}
+        if not reading.left:
+            for work in works:  # in vain for one that has begun
+                work.cancel()
+    failures = [None if work.cancelled() else work.exception() for work in left]
     for failure in [cancelled, *failures]:
         if failure is not None:
             raise failure

@@ -24,6 +24,7 @@ READ_BYTES = 4 << 20
 
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 500e-6
+_TURN_S = 1e-3
 
 
 class Reading:
@@ -35,16 +36,20 @@ class Reading:
         keys: Sequence[BlockKey],
         offsets: Sequence[int],
         memory: BlockMemory,
-        until: float,
+        timeout_s: float,
+        end: float,
         readers: int,
     ) -> None:
-        """Block i of `loan` goes to `memory` at `offsets[i]`; `until`: when it is given up, by the readers' clock.
+        """Block i of `loan` goes to `memory` at `offsets[i]`. It is given up `timeout_s` after the first reader began,
+        at the readers' clock's `end` at the latest.
 
         `parts` for at most `readers` of them, none of which is empty.
         """
         self.loan = loan
-        self.until = until
+        self.until = end
         self.answers = [Fetched.FAILED] * len(keys)
+        self._timeout_s = timeout_s
+        self._begun = False
         self._keys = keys
         self._offsets = offsets
         self._spans = SpanTable.columns(loan.addresses[: len(keys)], offsets, loan.slot_bytes)
@@ -56,6 +61,18 @@ class Reading:
         pieces = [slice(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
         self.parts = min(readers, len(pieces))
         self._left = [deque(pieces[part :: self.parts]) for part in range(self.parts)]
+
+    @property
+    def left(self) -> bool:
+        """Whether there is a piece that nobody has taken."""
+        return any(self._left)
+
+    def begin(self, now: float) -> None:
+        """A reader began."""
+        with self._lock:
+            if not self._begun:
+                self._begun = True
+                self.until = min(self.until, now + self._timeout_s)
 
     def take(self, part: int, *, idle: bool) -> slice | None:
         """The next piece of a part, or, if its reader is `idle`, of what others have most of; None: no more for now."""
@@ -101,24 +118,26 @@ class SlabReader:
         return self._links.count
 
     def work(self, reading: Reading, part: int) -> None:
-        """Read and verify pieces until none is left, those of its part first. BLOCKS: for a worker thread.
+        """Read and verify pieces until nobody has one left, those of its part first. BLOCKS: for a worker thread.
 
         Returns when nothing that it read can land any more: a read that is over time dooms the connection, and waits
         until the last user has left it.
         """
+        if not reading.left:
+            return
+        reading.begin(self._clock())
         with self._links.using(reading.loan.peer, reading.loan.metadata) as link:
             if link is None:
                 reading.give_up()
                 return
             landing: deque[tuple[slice, Read]] = deque()
             try:
-                # All of one loan before the next, which would only make both late.
-                with self._posting:
-                    good = self._post(link, reading, part, landing)
-                while good and landing:
-                    good = self._wait(link, reading, landing)
-                if not good:
-                    reading.give_up()
+                while reading.left:
+                    good = self._post_in_turn(link, reading, part, landing)
+                    while good and landing:
+                        good = self._wait(link, reading, landing)
+                    if not good:
+                        reading.give_up()
             finally:
                 link.pending += [read for _, read in landing]
 
@@ -126,6 +145,20 @@ class SlabReader:
         """Leave the transport; no call may be at work."""
         self._links.close()
         self._wire.close()
+
+    def _post_in_turn(
+        self, link: Link, reading: Reading, part: int, landing: deque[tuple[slice, Read]]
+    ) -> bool:
+        """As `_post`. All of one loan before the next, which would only make both late; what others have read meanwhile
+        is not waited for.
+        """
+        while not self._posting.acquire(timeout=_TURN_S):
+            if not reading.left:
+                return True
+        try:
+            return self._post(link, reading, part, landing)
+        finally:
+            self._posting.release()
 
     def _post(self, link: Link, reading: Reading, part: int, landing: deque[tuple[slice, Read]]) -> bool:
         """Ask for every piece there is: nobody waits for the lender between two of them. False: something failed."""
