@@ -50,6 +50,17 @@ async def test_what_no_tier_keeps_is_refused_by_name(value) -> None:
     assert "valid: exact, int8" in error["message"] and not backend.requests
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("atrest", ", did you mean at_rest?"), ("reports", ", did you mean report?"), ("zzz", "")],
+)
+async def test_an_unknown_field_is_told_from_all_that_there_are(given: str, hint: str) -> None:
+    error = (await chat(application(StubBackend(), at_rest=KEPT), kv={given: "int8"})).json()["error"]
+    assert error["param"] == f"kv.{given}"
+    assert error["message"].startswith(f"kv.{given}: unknown field{hint}; valid: recipe, policy, ")
+    assert error["message"].endswith(", report, at_rest.")
+
+
 async def test_a_server_without_lossy_tiers_takes_exact_only_and_the_catalogue_says_so() -> None:
     response = await chat(application(StubBackend()), kv={"at_rest": "int8"})
     assert "valid: exact." in response.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from policies.named import (
     unknown_recipe,
 )
 from policies.placement import window_as_found
-from policies.recipe import Recipe, RecipeError, make_recipe, merge_fields
+from policies.recipe import FIELDS, Recipe, RecipeError, make_recipe, merge_fields
 from policies.recipe_checks import ranges
 from policies.spans import PromptMap
 
@@ -168,6 +169,10 @@ def _unplaced(fields: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
+KV_FIELDS = ("recipe", *FIELDS, "report", "at_rest")
+"""What a request's `kv` may have."""
+
+
 class KvFields(NamedTuple):
     """A request's `kv`: the fields of its recipe, whether it asks for a report, and which blocks may stand in."""
 
@@ -183,6 +188,11 @@ def split_kv(
     if isinstance(kv, str):
         return KvFields({"recipe": kv})
     fields = dict(kv or {})
+    for name in fields:
+        if name not in KV_FIELDS:
+            near = difflib.get_close_matches(name, KV_FIELDS, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise RecipeError(name, f"unknown field{hint}", ", ".join(KV_FIELDS))
     at_rest = fields.pop("at_rest", None)
     if at_rest is not None and (not isinstance(at_rest, str) or at_rest not in codecs):
         raise RecipeError("at_rest", f"no tier keeps blocks as {at_rest!r:.64}", ", ".join(codecs))
