@@ -3,13 +3,13 @@
     python -m benchmarks.bench_tiers [--quick] [--size 6144] [--rounds 2]
         [--only recall|second_node|throughput|spill]
 
-Ends with one JSON line (result.py). About 13 minutes on 2 idle cores, 6 with --quick.
+Ends with one JSON line (result.py). About 21 minutes on 2 idle cores, the spill ten of them; less with --quick.
 
 Recall: documents are asked cold, the first in turn with a bare transformers forward, then again, each from one tier
 only: after every replica was killed and replaced (CPU, NVMe, Redis), after every process was stopped and started again
 (NVMe, Redis), and by another node (its CPU tier through NIXL). Throughput, verification on: CPU slab against memcpy,
 NVMe against fio, Redis against a raw socket reader, another node's slab against raw NIXL. Spill: time per token of
-running streams while blocks are written down, against without.
+a running stream while blocks are written down, against another service that writes none down, in turns.
 
 Regime: one machine; the demo model; greedy; `admission=always`; files in --folder (default: a temporary folder), whose
 disk is what "NVMe" means here.

@@ -75,7 +75,7 @@ async def _round(service: OwnService, corpus: Corpus, size: int, salt: str, seco
     gaps = _gaps(stream.times, began, ended)
     if not gaps:
         raise SystemExit(f"the stream ended too early, after {len(stream.times)} tokens")
-    service.wait_written(0, _LOWER)
+    await asyncio.to_thread(service.wait_written, 0, _LOWER)
     at_last = service.gauges()
     return _Round(
         statistics.mean(gaps), _written(after) - _written(before), _written(at_last) - _written(before)

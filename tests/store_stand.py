@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from benchmarks.tiers_sim_loop import VirtualLoop, run
+from kv_tiers import store_fetch, store_spill
 from kv_tiers.at_rest import AtRest
 from kv_tiers.books import SlotBooks
 from kv_tiers.directory import DirectoryState, Located, Place
@@ -28,9 +31,17 @@ __all__ = [
     "key",
     "keys",
     "run",
+    "small_pieces",
 ]
 
 SLOT = 64
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whoever imports it: loads and writes are of two blocks each."""
+    monkeypatch.setattr(store_fetch, "PIECE_BYTES", 2 * SLOT)
+    monkeypatch.setattr(store_spill, "BATCH_BYTES", 2 * SLOT)
 
 
 def key(number: int) -> BlockKey:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_stand import SLOT, DictTier, Stand, content, keys, run
+from store_stand import SLOT, DictTier, Stand, content, keys, run, small_pieces  # noqa: F401
 
-from kv_tiers import store_fetch, store_spill
 from kv_tiers.at_rest import AtRest
 from kv_tiers.directory import Place
 from kv_tiers.keys import lossy_key
@@ -15,12 +14,6 @@ from kv_tiers.store_lend import LOAN_S
 from kv_tiers.store_ports import Cleared
 
 CHAIN = keys(*range(8))
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(store_fetch, "PIECE_BYTES", 2 * SLOT)
-    monkeypatch.setattr(store_spill, "BATCH_BYTES", 2 * SLOT)
 
 
 def test_loans_end_when_given_back_or_over():

@@ -8,19 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_stand import SLOT, DictTier, Stand, content, key, keys, run
+from store_stand import SLOT, DictTier, Stand, content, key, keys, run, small_pieces  # noqa: F401
 
 from kv_tiers import store_fetch, store_spill
 from kv_tiers.directory import Place
 from kv_tiers.tier import Fetched, Stored
 
 CHAIN = keys(*range(8))
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(store_fetch, "PIECE_BYTES", 2 * SLOT)
-    monkeypatch.setattr(store_spill, "BATCH_BYTES", 2 * SLOT)
 
 
 def test_at_once_writes_everything_down_to_every_tier_for_its_tenant():
